@@ -13,7 +13,7 @@ from consistency.cli.output import add_quiet_option, print_json
 from consistency.cli.parser import BAD_USE
 
 _OPTIONS = ("base", "adapter", "inputs", "wrapper", "allow_pickle", "trust_remote_code")
-"""What a report may name elsewhere, or may not do unasked."""
+"""Options for files that a report names elsewhere, and for code that it may not run unasked."""
 
 EXAMPLES = (
     ("the setting that explains the first finding", "consistency bisect run-1 --finding 1"),
@@ -27,9 +27,9 @@ EXAMPLES = (
 
 def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     """Add the command."""
-    text = "change one setting at a time to find the one that explains a difference"
+    about = "change one setting at a time to find the one that explains a difference"
     statuses = {0: "a setting explains it, or it does not occur again", 1: "no setting explains it", **BAD_USE}
-    parser = command("bisect", _bisect, text, EXAMPLES, statuses=statuses)
+    parser = command("bisect", _bisect, about, EXAMPLES, statuses=statuses)
     parser.add_argument("report", type=Path, metavar="REPORT", help="report.json, or the --out folder of a run")
     parser.add_argument(
         "--finding", type=int, metavar="N", help="number of the finding, from 1; not needed where there is one"
@@ -46,14 +46,14 @@ def _bisect(parsed: argparse.Namespace) -> int:
     from consistency.extras.diagnosis.bisect.bisect import Trial, bisect
     from consistency.text import one_line
 
-    tried = itertools.count(1)
+    numbers = itertools.count(1)
     with progress(stages=False, quiet=parsed.quiet) as display:
 
         def watch(trial: Trial, most: int) -> None:
             name = " + ".join(trial.changes) or "unchanged"
-            display.line(f"trial {next(tried)} of at most {most}: {name}: {trial.detail}")
+            display.line(f"trial {next(numbers)} of at most {most}: {name}: {trial.detail}")
 
-        found = bisect(
+        answer = bisect(
             parsed.report,
             number=parsed.finding,
             tensor=parsed.tensor,
@@ -63,7 +63,7 @@ def _bisect(parsed: argparse.Namespace) -> int:
             given=read_case(parsed),
         )
     if parsed.json:
-        print_json({"sentence": found.sentence, "answer": found})
+        print_json({"sentence": answer.sentence, "answer": answer})
     else:
-        print(one_line(found.sentence))
-    return 0 if found.explained_by or not found.repeats else 1
+        print(one_line(answer.sentence))
+    return 0 if answer.explained_by or not answer.repeats else 1

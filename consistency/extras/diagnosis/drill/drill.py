@@ -8,6 +8,7 @@ one suite: a worker takes them in turn, and a new one is started only where a fa
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 import shutil
 from collections import Counter
@@ -23,7 +24,7 @@ from consistency.case.load_path import LoadPath
 from consistency.case.named_adapters import NamedAdapter
 from consistency.case.options import Options
 from consistency.case.preflight import prepare_case
-from consistency.case.stage import Adapters
+from consistency.case.stage import Adapters, Stage
 from consistency.case.stages import SPECS
 from consistency.comparison.result import Comparison, Finding, with_provenance
 from consistency.devices.discovery import accelerators, select
@@ -45,8 +46,8 @@ which the whole drill was run."""
 HEALTHY = "no-fault"
 """Name of the run of a user's case without a fault."""
 
-
-_Known = frozenset[tuple[str, str]]
+_KnownWarnings = frozenset[tuple[str, str]]
+"""Kind and worker of warnings that a case has without a fault."""
 
 
 class DrillRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,29 +90,35 @@ class Trial:
     # whether the finding may be of the fault's kind `without_form`: of LoRA alone each cause is searched for
     may_lack_cause: bool = False
     # kind and worker of the warnings that the case has without a fault, which say nothing of one
-    known: _Known = frozenset()
+    known: _KnownWarnings = frozenset()
 
 
 def listed(only: Sequence[str]) -> tuple[ListedFault, ...]:
     """Return these faults, or all, without asking for devices."""
     return tuple(
-        ListedFault(fault=one.name, case=one.case, stages=one.stages, expected=one.expected, needs=_needs(one))
-        for one in _named(only)
+        ListedFault(
+            fault=fault.name, case=fault.case, stages=fault.stages, expected=fault.expected, needs=_device_needs(fault)
+        )
+        for fault in _named_faults(only)
     )
 
 
-def _named(only: Sequence[str]) -> tuple[Fault, ...]:
-    for name in only:
+def _named_faults(names: Sequence[str]) -> tuple[Fault, ...]:
+    """Return the faults of these names, or all; raise UsageError where there is none of a name."""
+    for name in names:
         if name not in FAULTS:
             hint = did_you_mean(name, FAULTS) or "`consistency drill --list` lists them"
             raise UsageError(f"unknown fault: {name}", where="--only", hint=hint)
-    return tuple(FAULTS[name] for name in only or FAULTS)
+    return tuple(FAULTS[name] for name in names or FAULTS)
 
 
-def _needs(fault: Fault) -> str:
+def _device_needs(fault: Fault) -> str:
+    """Return what a fault takes besides the CPU and the built-in case; empty where that is all."""
     if Need.QUANTIZED in fault.needs:
         return "a quantized base"
-    return "two accelerators" if fault.two_devices else "an accelerator" if fault.accelerators else ""
+    if fault.two_devices:
+        return "two accelerators"
+    return "an accelerator" if fault.accelerators else ""
 
 
 def choose(only: Sequence[str]) -> tuple[Fault, ...]:
@@ -122,14 +129,16 @@ def choose(only: Sequence[str]) -> tuple[Fault, ...]:
     UsageError
         There is none of such a name, or one that was named needs devices that this host does not have.
     """
-    chosen = _named(only)
-    missing = next((fault for fault in chosen if _lacks_devices(fault)), None)
+    faults = _named_faults(only)
+    missing = next((fault for fault in faults if _lacks_devices(fault)), None)
     if only and missing is not None:
-        raise UsageError(f"this fault needs {_needs(missing)}", where=f"--only {missing.name}", got=len(accelerators()))
-    return chosen
+        needs, where = _device_needs(missing), f"--only {missing.name}"
+        raise UsageError(f"this fault needs {needs}", where=where, got=len(accelerators()))
+    return faults
 
 
 def _lacks_devices(fault: Fault) -> bool:
+    """Return whether this host has too few accelerators for a fault."""
     return bool(fault.accelerators) and len(accelerators()) < fault.accelerators
 
 
@@ -166,14 +175,15 @@ def prepare_trials(
         None of the faults applies.
     """
     devices = _devices(options.devices, two=False)
-    names = tuple(info.spec.name for info in devices)
     accelerated = [info for info in devices if not info.spec.is_cpu]
     healthy: Comparison | None = None
-    if is_own(options) and (own := without_fault(faults, options, several)).stages:
-        plan = pipeline.prepare(dataclasses.replace(own, devices=names))
+    healthy_options = without_fault(faults, options, several) if is_own(options) else None
+    if healthy_options is not None and healthy_options.stages:
+        names = tuple(info.spec.name for info in devices)
+        plan = pipeline.prepare(dataclasses.replace(healthy_options, devices=names))
         plan = dataclasses.replace(plan, case=msgspec.structs.replace(plan.case, load_paths=_load_paths(faults, plan)))
-        watched = None if out is None else out / HEALTHY
-        healthy = pipeline.run(plan, watched, watch=watch, replace=replace).comparison
+        folder = None if out is None else out / HEALTHY
+        healthy = pipeline.run(plan, folder, watch=watch, replace=replace).comparison
         check_healthy(healthy)
         case = plan.case
     else:
@@ -192,19 +202,26 @@ def without_fault(
 ) -> Options:
     """Return the options of a run with every stage that a fault needs, as far as the case can have it."""
     _, adapter = resolve(options.base, options.adapter)
-    stages = {stage for fault in faults if not fault.base and (several or not fault.several) for stage in fault.stages}
-    needed = {stage for stage in stages if adapter or options.adapters or not SPECS[stage].needs_adapter}
+    has_adapter = bool(adapter or options.adapters)
+    needed: set[Stage] = set()
+    for fault in faults:
+        is_in_case = not fault.base and (several or not fault.several)
+        if is_in_case:
+            needed.update(stage for stage in fault.stages if has_adapter or not SPECS[stage].needs_adapter)
     wrapper = next((fault.wrapper for fault in faults if fault.wrapper and needed.issuperset(fault.stages)), None)
-    own = dataclasses.replace(options, stages=tuple(stage for stage in SPECS if stage in needed), wrapper=wrapper)
-    of_several = any(SPECS[stage].adapters is Adapters.ALL for stage in needed)
-    return with_adapters(own, several) if of_several else own
+    stages = tuple(stage for stage in SPECS if stage in needed)
+    healthy_options = dataclasses.replace(options, stages=stages, wrapper=wrapper)
+    takes_several = any(SPECS[stage].adapters is Adapters.ALL for stage in needed)
+    return with_adapters(healthy_options, several) if takes_several else healthy_options
 
 
 def _load_paths(faults: Sequence[Fault], plan: pipeline.Plan) -> tuple[LoadPath, ...]:
     """Return the load paths of a run, and those of faults: a loader may have findings of its own."""
-    taken = {path for fault in faults if not fault.two_devices for path in fault.load_paths or ()}
-    default = default_load_paths(plan.devices, sides=plan.case.plan.sides)
-    return tuple(path for path in LoadPath if path in {*default, *taken})
+    load_paths = set(default_load_paths(plan.devices, sides=plan.case.plan.sides))
+    for fault in faults:
+        if not fault.two_devices:
+            load_paths.update(fault.load_paths or ())
+    return tuple(path for path in LoadPath if path in load_paths)
 
 
 def with_adapters(options: Options, several: tuple[NamedAdapter, ...] | None) -> Options:
@@ -215,25 +232,29 @@ def with_adapters(options: Options, several: tuple[NamedAdapter, ...] | None) ->
 
 def check_healthy(healthy: Comparison) -> None:
     """Raise InputError if a run without a fault has an error, so that nobody could tell what a fault is found by."""
-    about = [finding for finding in healthy.findings if finding.severity == "error"]
-    if about or healthy.verdict != "consistent":
+    errors = [finding for finding in healthy.findings if finding.severity == "error"]
+    if errors or healthy.verdict != "consistent":
         raise InputError(
             "without any fault planted the case is not consistent, so a drill would prove nothing",
-            got=about[0].message if about else healthy.verdict,
+            got=errors[0].message if errors else healthy.verdict,
             hint="settle that first: `consistency run` with the same options reports it",
         )
 
 
-def _warnings(healthy: Comparison) -> _Known:
-    return frozenset(pair for one in healthy.findings if one.severity == "warning" for pair in _places(one))
+def _warnings(healthy: Comparison) -> _KnownWarnings:
+    """Return the warnings of a run without a fault."""
+    warnings = (finding for finding in healthy.findings if finding.severity == "warning")
+    return frozenset(itertools.chain.from_iterable(map(_kinds_and_workers, warnings)))
 
 
-def _places(finding: Finding) -> _Known:
+def _kinds_and_workers(finding: Finding) -> _KnownWarnings:
+    """Return the kind of a finding with each of its workers, or with an empty name where it is about none."""
     return frozenset((finding.kind, worker) for worker in finding.workers or ("",))
 
 
-def _is_known(finding: Finding, known: _Known) -> bool:
-    return finding.severity == "warning" and _places(finding) <= known
+def _is_known(finding: Finding, known: _KnownWarnings) -> bool:
+    """Return whether a finding is a warning that the case has without a fault too."""
+    return finding.severity == "warning" and _kinds_and_workers(finding) <= known
 
 
 def trial_of(
@@ -243,12 +264,12 @@ def trial_of(
     several: tuple[NamedAdapter, ...] | None,
     *,
     name: str = "",
-    known: _Known = frozenset(),
+    known: _KnownWarnings = frozenset(),
 ) -> Trial:
-    """Plan one fault in a case; `name` is that of its run, without one the fault's."""
+    """Plan one fault in a case; `name` is the name of its run, by default the fault's."""
     expected = expected_in(fault, subject)
     if _lacks_devices(fault):
-        return Trial(fault=fault, worker="", expected=expected, why_not=f"needs {_needs(fault)}")
+        return Trial(fault=fault, worker="", expected=expected, why_not=f"needs {_device_needs(fault)}")
     devices = _devices(options.devices, two=fault.two_devices)
     worker = devices[-1].spec.name
     reason = why_not(fault, subject)
@@ -258,25 +279,38 @@ def trial_of(
         reason = "the fault is in a base that the drill makes itself"
     if reason:
         return Trial(fault=fault, worker=worker, expected=expected, why_not=reason)
-    own = dataclasses.replace(
+    trial_options = _trial_options(fault, options, subject, devices, name=name or fault.name)
+    if fault.several:
+        trial_options = with_adapters(trial_options, several)
+    plan = pipeline.prepare(trial_options)
+    planned = PlannedCase(options=trial_options, plan=plan, below="").with_faults({worker: fault.name})
+    is_plain_lora = subject.config.get("peft_type") == "LORA" and not subject.config.get("use_dora")
+    return Trial(
+        fault=fault, worker=worker, expected=expected, planned=planned, may_lack_cause=not is_plain_lora, known=known
+    )
+
+
+def _trial_options(
+    fault: Fault, options: Options, subject: Subject, devices: Sequence[DeviceInfo], *, name: str
+) -> Options:
+    """Return the options of the run of a fault: those of the case, with the stages and load paths of the fault."""
+    only: tuple[str, ...] = ()
+    if fault.one_layer:
+        only = (f"{fault.stages[0]}::{subject.of_lora('lora_A')[0]}",)
+    return dataclasses.replace(
         options,
-        name=name or fault.name,
+        name=name,
         base=fault.base or options.base,
         devices=tuple(info.spec.name for info in devices),
         stages=fault.stages,
         repeat=fault.repeat,
         steps=fault.steps,
         soak=fault.soak_s,
-        only=(f"{fault.stages[0]}::{subject.of_lora('lora_A')[0]}",) if fault.one_layer else (),
+        only=only,
         load_paths=(LoadPath.SHARED,) if fault.two_devices else fault.load_paths,
         wrapper=fault.wrapper,
         placement="offload" if fault.offloads else "auto",
     )
-    if fault.several:
-        own = with_adapters(own, several)
-    planned = PlannedCase(options=own, plan=pipeline.prepare(own), below="").with_faults({worker: fault.name})
-    loose = subject.config.get("peft_type") != "LORA" or bool(subject.config.get("use_dora"))
-    return Trial(fault=fault, worker=worker, expected=expected, planned=planned, may_lack_cause=loose, known=known)
 
 
 def drill(
@@ -287,72 +321,78 @@ def drill(
     With `fail_fast`, those after the first whose fault is not found and named are not planted.
     """
     suite = plan_of(trials)
-    by_name = {trial.planned.name: trial for trial in trials if trial.planned}
-    found: dict[str, DrillRow] = {}
-    writes = [one.folder for one in suite.cases]
+    trial_by_name = {trial.planned.name: trial for trial in trials if trial.planned}
+    row_by_name: dict[str, DrillRow] = {}
+    writes = [case.folder for case in suite.cases]
     with (
         report_folder.output(out, replace=replace, writes=writes, keeps=_has_reports) as folder,
         closing(captured(suite, folder, report_folder.CAPTURES, watch=watch, replace=replace)) as ended,
     ):
-        for one, captures in ended:
-            if captures.error is not None:
-                raise captures.error
-            read, unread = judging.read_captures(captures.captures)
-            comparison = judging.compare_captures(read, unread=[*captures.lost, *unread])
+        for case, case_captures in ended:
+            if case_captures.error is not None:
+                raise case_captures.error
+            captures, unread = judging.read_captures(case_captures.captures)
+            comparison = judging.compare_captures(captures, unread=[*case_captures.lost, *unread])
             comparison = with_provenance(comparison, slowest_s(comparison))
-            trial = by_name[one.name]
-            found[one.name] = _row(trial, comparison)
+            row = _row(trial_by_name[case.name], comparison)
+            row_by_name[case.name] = row
             if out is None:
-                shutil.rmtree(folder / one.folder, ignore_errors=True)
+                shutil.rmtree(folder / case.folder, ignore_errors=True)
             else:
-                report_folder.write_reports(comparison, out / one.folder)
-            if fail_fast and not found[one.name].passed:
+                report_folder.write_reports(comparison, out / case.folder)
+            if fail_fast and not row.passed:
                 break
-    left_out = f"--fail-fast: {next(reversed(found), '')} was not found and named"
-    return tuple(
-        found.get(trial.planned.name) or _not_planted(trial, left_out) if trial.planned else _not_planted(trial)
-        for trial in trials
-    )
+    left_out = f"--fail-fast: {next(reversed(row_by_name), '')} was not found and named"
+    rows = []
+    for trial in trials:
+        if trial.planned is None:
+            rows.append(_not_planted(trial))
+        else:
+            rows.append(row_by_name.get(trial.planned.name) or _not_planted(trial, left_out))
+    return tuple(rows)
 
 
 def plan_of(trials: Sequence[Trial]) -> SuitePlan:
     """Return the trials as a suite."""
     cases = tuple(trial.planned for trial in trials if trial.planned is not None)
-    limits = [one.plan.limits for one in cases if one.plan is not None]
-    fewest = min((one.at_once for one in limits if one.at_once is not None), default=None)
+    limits = [case.plan.limits for case in cases if case.plan is not None]
+    fewest = min((limit.at_once for limit in limits if limit.at_once is not None), default=None)
     shared = dataclasses.replace(limits[0], at_once=fewest, cases_at_once=_at_once(cases))
     return SuitePlan(name="drill", cases=cases, limits=shared)
 
 
 def _at_once(cases: Sequence[PlannedCase]) -> int:
-    """Return how many trials run side by side."""
-    plans = [one.plan for one in cases if one.plan is not None]
-    on_cpu = all(info.spec.is_cpu for plan in plans for info in plan.devices)
+    """Return how many trials run side by side: several only on the CPU, where no number of threads is asked for."""
+    plans = [case.plan for case in cases if case.plan is not None]
+    devices = itertools.chain.from_iterable(plan.devices for plan in plans)
+    on_cpu = all(info.spec.is_cpu for info in devices)
     if not on_cpu or any(plan.limits.threads is not None for plan in plans):
         return 1
     fit = that_fit(budget_of(plans[0].case, plans[0].devices))
-    return max(1, TRIALS_AT_ONCE if fit is None else min(TRIALS_AT_ONCE, fit))
+    return TRIALS_AT_ONCE if fit is None else max(1, min(TRIALS_AT_ONCE, fit))
 
 
 def _has_reports(folder: Path) -> bool:
     return any(folder.glob("*/report.json"))
 
 
-def _devices(given: Sequence[str], *, two: bool) -> tuple[DeviceInfo, ...]:
+def _devices(names: Sequence[str], *, two: bool) -> tuple[DeviceInfo, ...]:
     """Return the devices of a run; the last one gets the fault, and is the reference only where there is no other.
 
     Of `auto` that is the reference and one more. Where a fault needs two accelerators the second gets it: PEFT goes
     through the first by default.
     """
-    found = select(given)
+    devices = select(names)
     if two:
-        return (found[0], accelerators()[1])
-    plain = [info for info in found if info.spec.is_cpu and info.spec.variant is None]
-    found = (*plain, *(info for info in found if info not in plain))
-    return found[:2] if tuple(given) == ("auto",) else found
+        return (devices[0], accelerators()[1])
+    # the plain CPU is the reference of every run, so it comes first
+    plain_cpu = [info for info in devices if info.spec.is_cpu and info.spec.variant is None]
+    devices = (*plain_cpu, *(info for info in devices if info not in plain_cpu))
+    return devices[:2] if tuple(names) == ("auto",) else devices
 
 
-def _not_planted(trial: Trial, why: str = "") -> DrillRow:
+def _not_planted(trial: Trial, reason: str = "") -> DrillRow:
+    """Return the row of a fault that was not planted, by default for the reason that the trial has."""
     fault = trial.fault
     return DrillRow(
         fault=fault.name,
@@ -361,38 +401,57 @@ def _not_planted(trial: Trial, why: str = "") -> DrillRow:
         expected=trial.expected,
         named=None,
         found=False,
-        message=why or trial.why_not,
+        message=reason or trial.why_not,
         planted=False,
     )
 
 
 def _row(trial: Trial, comparison: Comparison) -> DrillRow:
-    # the words are part of the name: one kind can have several causes
+    """Return the row of a fault that was planted, from the comparison of its run."""
     fault, worker = trial.fault, trial.worker
-    notes = {fault.expected} if fault.is_note else set()
-    told = [f for f in comparison.findings if f.severity != "note" or f.kind in notes]
-    about = [f for f in told if not _is_known(f, trial.known)]
-    first = next((f for f in about if f.workers == (worker,) and re.search(fault.words, f.message)), None)
-    untaken = _untaken(fault, comparison)
-    if first is None and untaken:
-        return _not_planted(trial, untaken)
-    lacks_cause = first is not None and trial.may_lack_cause and first.kind == fault.without_form
-    return DrillRow(
-        fault=fault.name,
-        case=fault.case,
-        worker=worker,
-        expected=trial.expected if first is None or not lacks_cause else first.kind,
-        named=None if first is None else first.kind,
-        found=first is not None and all(f.workers == (worker,) for f in about),
-        message="" if first is None else first.message,
+    # notes count only where the fault is expected to be one; warnings of the case itself never do
+    findings = []
+    for finding in comparison.findings:
+        is_expected_note = fault.is_note and finding.kind == fault.expected
+        counts = finding.severity != "note" or is_expected_note
+        if counts and not _is_known(finding, trial.known):
+            findings.append(finding)
+    # the words are part of the name: one kind can have several causes
+    about_worker = (finding for finding in findings if finding.workers == (worker,))
+    first = next((finding for finding in about_worker if re.search(fault.words, finding.message)), None)
+    if first is None:
+        untaken = _untaken_load_path(fault, comparison)
+        if untaken:
+            return _not_planted(trial, untaken)
+        return _planted_row(trial, expected=trial.expected, named=None, found=False, message="")
+    lacks_cause = trial.may_lack_cause and first.kind == fault.without_form
+    return _planted_row(
+        trial,
+        expected=first.kind if lacks_cause else trial.expected,
+        named=first.kind,
+        found=all(finding.workers == (worker,) for finding in findings),
+        message=first.message,
     )
 
 
-def _untaken(fault: Fault, comparison: Comparison) -> str:
+def _planted_row(trial: Trial, *, expected: str, named: str | None, found: bool, message: str) -> DrillRow:
+    return DrillRow(
+        fault=trial.fault.name,
+        case=trial.fault.case,
+        worker=trial.worker,
+        expected=expected,
+        named=named,
+        found=found,
+        message=message,
+    )
+
+
+def _untaken_load_path(fault: Fault, comparison: Comparison) -> str:
     """Return why a load path that a fault is in was not taken, empty where all were."""
     for load_path in fault.load_paths or ():
-        rows = [row for one in comparison.tensors if one.load_path == load_path for row in one.outcomes]
-        reason = next((row.reason for row in rows if row.reason), "")
-        if reason and all(row.status == "skipped" for row in rows):
+        tensors = (tensor for tensor in comparison.tensors if tensor.load_path == load_path)
+        outcomes = list(itertools.chain.from_iterable(tensor.outcomes for tensor in tensors))
+        reason = next((outcome.reason for outcome in outcomes if outcome.reason), "")
+        if reason and all(outcome.status == "skipped" for outcome in outcomes):
             return f"load path {load_path}: {reason}"
     return ""

@@ -5,6 +5,7 @@ Known from headers and from a healthy run of the case, so that no fault is plant
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from collections import Counter
@@ -40,21 +41,19 @@ _ON_TOKENS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGenera
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """What is known of a case."""
+    """The facts of a case that decide which faults can be planted in it."""
 
     has_adapter: bool
-    dtype: str  # that the base is loaded in
-    # workers, ranks: how many devices are compared, and how many of one type, which form a group
-    workers: int
-    ranks: int = 1
-    # config, tensors: of the adapter; empty where there is none
-    config: Mapping[str, Any] = field(default_factory=dict)
-    tensors: Mapping[str, TensorHeader] = field(default_factory=dict)
+    dtype: str  # dtype that the base is loaded in
+    workers: int  # number of devices that are compared
+    ranks: int = 1  # number of devices of one type, which form a group
+    config: Mapping[str, Any] = field(default_factory=dict)  # the adapter's; empty without an adapter
+    tensors: Mapping[str, TensorHeader] = field(default_factory=dict)  # headers of the adapter; empty without one
     base_config: Mapping[str, Any] = field(default_factory=dict)  # empty where a function makes the base
-    file_dtypes: frozenset[str] = frozenset()  # as the headers of the base's files name them
+    file_dtypes: frozenset[str] = frozenset()  # dtypes in the base's files, as their headers name them
     # stages that checked nothing of the case in a healthy run, with the reason
     unchecked: Mapping[Stage, str] = field(default_factory=dict)
-    judged: frozenset[str] | None = None  # names of what a healthy run judged; None where there was none
+    judged: frozenset[str] | None = None  # names of tensors that a healthy run judged; None without such a run
     has_form: bool = True  # whether merged weights have a closed form
     splits: bool = True  # whether ranks that hold one model by a plan hold parts of the adapter's tensors
 
@@ -74,7 +73,10 @@ class Subject:
 
 def subject_of(case: Case, *, workers: int, ranks: int = 1, healthy: Comparison | None = None) -> Subject:
     """Read what a case is made of; `healthy` is a run of it without a fault."""
-    config, tensors = ({}, {}) if case.adapter is None else _adapter(case)
+    config: Mapping[str, Any] = {}
+    tensors: Mapping[str, TensorHeader] = {}
+    if case.adapter is not None:
+        config, tensors = read_adapter(Path(case.adapter), allow_pickle=case.allow_pickle)
     base_config: Mapping[str, Any] = {}
     file_dtypes: frozenset[str] = frozenset()
     if case.factory is None:
@@ -91,37 +93,39 @@ def subject_of(case: Case, *, workers: int, ranks: int = 1, healthy: Comparison 
         tensors=tensors,
         base_config=base_config,
         file_dtypes=file_dtypes,
-        **({} if healthy is None else _seen(healthy, case)),
+        **_healthy_fields(healthy, case),
     )
 
 
-def _adapter(case: Case) -> tuple[Mapping[str, Any], Mapping[str, TensorHeader]]:
-    assert case.adapter is not None
-    return read_adapter(Path(case.adapter), allow_pickle=case.allow_pickle)
-
-
-def _seen(healthy: Comparison, case: Case) -> dict[str, Any]:
+def _healthy_fields(healthy: Comparison | None, case: Case) -> dict[str, Any]:
+    """Return the fields of a `Subject` that a run without a fault tells; none without such a run."""
+    if healthy is None:
+        return {}
     unchecked = {}
     for stage in case.stages:
-        rows = [row for tensor in healthy.tensors if tensor.stage == stage for row in tensor.outcomes]
-        if not any(row.status in JUDGED for row in rows):
-            unchecked[stage] = next((row.reason for row in rows if row.reason), "it has nothing to check")
-    judged = [tensor for tensor in healthy.tensors if any(row.status in JUDGED for row in tensor.outcomes)]
+        tensors = (tensor for tensor in healthy.tensors if tensor.stage == stage)
+        outcomes = list(itertools.chain.from_iterable(tensor.outcomes for tensor in tensors))
+        if not any(outcome.status in JUDGED for outcome in outcomes):
+            reasons = (outcome.reason for outcome in outcomes if outcome.reason)
+            unchecked[stage] = next(reasons, "it has nothing to check")
+    judged = [tensor for tensor in healthy.tensors if any(outcome.status in JUDGED for outcome in tensor.outcomes)]
     merged = [tensor for tensor in judged if tensor.stage == standard.MERGED and tensor.tensor == WEIGHT]
-    split = [tensor for tensor in judged if tensor.stage == TENSOR_PARALLEL]
+    parallel = [tensor for tensor in judged if tensor.stage == TENSOR_PARALLEL]
+    parallel_outcomes = itertools.chain.from_iterable(tensor.outcomes for tensor in parallel)
     return {
         "unchecked": unchecked,
         "judged": frozenset(tensor.name for tensor in judged),
         "has_form": all(tensor.rule == Rule.BOUND for tensor in merged),
         # where the model was not split, the stage's own reason says why
-        "splits": not split or any(row.evidence.get("split") for tensor in split for row in tensor.outcomes),
+        "splits": not parallel or any(outcome.evidence.get("split") for outcome in parallel_outcomes),
     }
 
 
 def expected_in(fault: Fault, subject: Subject) -> str:
     """Return the kind of the finding that has to name a fault in a case."""
-    keeps = subject.has_form or fault.repeat > 1  # that bits do not repeat takes no closed form
-    return fault.expected if keeps else fault.without_form or fault.expected
+    # a repeat is compared with the first time, so that bits do not repeat takes no closed form
+    can_name_cause = subject.has_form or fault.repeat > 1
+    return fault.expected if can_name_cause else fault.without_form or fault.expected
 
 
 def why_not(fault: Fault, subject: Subject) -> str:
@@ -129,15 +133,21 @@ def why_not(fault: Fault, subject: Subject) -> str:
     if not subject.has_adapter and any(SPECS[stage].needs_adapter for stage in fault.stages):
         return "the case has no adapter"
     for need in fault.needs:
-        if reason := _REASONS[need](subject):
+        reason = _REASONS[need](subject)
+        if reason:
             return reason
     unchecked = subject.unchecked.get(fault.stages[0])
     if unchecked:
         return f"stage {fault.stages[0]} checks nothing of this case: {unchecked}"
+    if subject.judged is None:
+        return ""
     stages = tuple(f"{stage}::" for stage in fault.stages)
-    if subject.judged is None or any(fault.shows_in in name for name in subject.judged if name.startswith(stages)):
+    if any(fault.shows_in in name for name in subject.judged if name.startswith(stages)):
         return ""
     return "without a fault, nothing is checked in this case that would show it"
+
+
+# Each of the functions below returns why a case does not have a need, empty where it has.
 
 
 def _lora(part: str) -> Callable[[Subject], str]:
@@ -220,9 +230,8 @@ def _positions(subject: Subject) -> str:
 
 
 def _keys(subject: Subject) -> str:
-    has_keys = "state_size" not in subject.of_text and not _HEADS.isdisjoint(
-        subject.of_text
-    )  # Mamba's heads have states
+    has_states = "state_size" in subject.of_text  # Mamba's heads have states in place of keys
+    has_keys = not has_states and not _HEADS.isdisjoint(subject.of_text)
     return "" if has_keys else "the base keeps no keys of its tokens"
 
 
@@ -267,10 +276,10 @@ _REASONS: dict[Need, Callable[[Subject], str]] = {
 
 
 _WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
-_OF_LAYERS = "base_model.model."
+_LAYER_PREFIX = "base_model.model."
 _HEADER_SIZE = 8
 _BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
-"""Per element, of the dtypes that are reversed: an integer is an index, and has to stay one."""
+"""Bytes per element of the dtypes that are reversed: an integer is an index, and has to stay one."""
 
 
 @contextmanager
@@ -283,24 +292,29 @@ def several_adapters(first: Path | None = None, keep: Path | None = None) -> Ite
     if not (first / _WEIGHTS).is_file():
         yield None
         return
-    with scratch_folder("second-adapter") if keep is None else nullcontext(keep) as folder:
+    placing = scratch_folder("second-adapter") if keep is None else nullcontext(keep)
+    with placing as folder:
         second = second_adapter(first, folder / "second")
         yield NamedAdapter(name="first", path=str(first)), NamedAdapter(name="second", path=str(second))
 
 
 def second_adapter(first: Path, folder: Path) -> Path:
-    """Write a second adapter to a folder, which is made, and return that."""
+    """Make a folder with a second adapter, the first one with its numbers in reversed order, and return the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(first / _CONFIG, folder / _CONFIG)
     data = bytearray((first / _WEIGHTS).read_bytes())
     start = _HEADER_SIZE + int.from_bytes(data[:_HEADER_SIZE], "little")
     tensors = json.loads(data[_HEADER_SIZE:start])
     # what methods as VeRA share between layers has to be the same in all adapters of a model
-    own = [name for name in tensors if name.startswith(_OF_LAYERS)] or list(tensors)
-    for name, held in tensors.items():
-        if name in own and (size := _BYTES.get(held.get("dtype"))):
-            begin, end = held["data_offsets"]
-            tensor = np.frombuffer(data, dtype=f"u{size}", count=(end - begin) // size, offset=start + begin)
-            tensor[:] = tensor[::-1].copy()
+    names_in_layers = [name for name in tensors if name.startswith(_LAYER_PREFIX)] or list(tensors)
+    for name, header in tensors.items():
+        element_bytes = _BYTES.get(header.get("dtype"))
+        if name not in names_in_layers or not element_bytes:
+            continue
+        begin, end = header["data_offsets"]
+        count = (end - begin) // element_bytes
+        # the same numbers in reversed order are finite, and of the same size as the first adapter's
+        tensor = np.frombuffer(data, dtype=f"u{element_bytes}", count=count, offset=start + begin)
+        tensor[:] = tensor[::-1].copy()
     (folder / _WEIGHTS).write_bytes(data)
     return folder

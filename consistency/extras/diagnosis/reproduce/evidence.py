@@ -66,7 +66,7 @@ def find_evidence(path: Path, number: int | None, scratch: Path) -> Evidence:
     path : Path
         `report.json`, or its folder, with the captures next to it.
     number : int or None
-        Of the finding, from 1; None is the only one.
+        Number of the finding, from 1; None is the only one.
     scratch : Path
         Folder to unpack captures into; it must exist as long as the evidence is used.
 
@@ -78,13 +78,7 @@ def find_evidence(path: Path, number: int | None, scratch: Path) -> Evidence:
         The captures are missing, or belong to another run.
     """
     report, folder = read_comparison(path)
-    shown = sum(finding.severity != "note" for finding in report.findings)  # notes come last, and have no number
-    if number is None and shown != 1:
-        what, wanted = ("which finding?", "--finding N") if shown else ("the report has no finding", None)
-        raise UsageError(what, where=folder, got=counted(shown, "finding"), wanted=wanted)
-    number = 1 if number is None else number
-    if not 1 <= number <= shown:
-        raise UsageError(f"the report has no finding {number}", where=folder, got=counted(shown, "finding"))
+    number = _finding_number(report, number, folder)
     finding = report.findings[number - 1]
     if not finding.tensors:
         raise UsageError(
@@ -94,25 +88,39 @@ def find_evidence(path: Path, number: int | None, scratch: Path) -> Evidence:
         )
     participants = gather(_captures(report, path, folder, scratch))
     reference = choose_reference(participants)
-    seen = _seen(finding, participants)
-    if not seen or reference is None:
+    records = _records_of(finding, participants)
+    if not records or reference is None:
         raise CaptureError("the captures do not contain the tensors of the finding", where=folder, got=finding.message)
-    first = finding.tensors[0].partition("::")[0]  # the others are of what it leads to
-    participant, record = min(seen, key=lambda pair: (pair[1].stage != first, *_rank(pair[1])))
+    first_stage = finding.tensors[0].partition("::")[0]  # the others are of what it leads to
+    participant, record = min(records, key=lambda pair: (pair[1].stage != first_stage, *_rank(pair[1])))
     name = tensor_name(*record.key)
+    has_changed = _changed(finding, participant, record) is not None
     return Evidence(
         finding=finding,
         number=number,
         participant=participant,
         record=record,
-        others=tuple(other for other in finding.tensors if other != name),
+        others=tuple(tensor for tensor in finding.tensors if tensor != name),
         reference=reference,
-        is_bad=_changed(finding, participant, record) is not None
-        or judge(participant, reference, record.key).status in BAD,
+        is_bad=has_changed or judge(participant, reference, record.key).status in BAD,
         created=report.created,
         host=report.host,
         command=report.command,
     )
+
+
+def _finding_number(report: Comparison, number: int | None, folder: Path) -> int:
+    """Return the number of a finding, where None is the only one; raise UsageError where there is no such finding."""
+    count = sum(finding.severity != "note" for finding in report.findings)  # notes come last, and have no number
+    counted_findings = counted(count, "finding")
+    if number is None and count == 0:
+        raise UsageError("the report has no finding", where=folder, got=counted_findings)
+    if number is None and count > 1:
+        raise UsageError("which finding?", where=folder, got=counted_findings, wanted="--finding N")
+    number = 1 if number is None else number
+    if not 1 <= number <= count:
+        raise UsageError(f"the report has no finding {number}", where=folder, got=counted_findings)
+    return number
 
 
 def find_tensor(path: Path, name: str, worker: str, scratch: Path) -> tuple[ComparedWorker, ComparedWorker, Key]:
@@ -138,6 +146,7 @@ def find_tensor(path: Path, name: str, worker: str, scratch: Path) -> tuple[Comp
 
 
 def _captures(report: Comparison, path: Path, folder: Path, scratch: Path) -> list[Capture]:
+    """Return the captures of a report: the one beside it, or else those that it names, if they are on this host."""
     pool = RecordPool()
     beside = folder / "captures"
     if (beside / MANIFEST).exists():
@@ -149,27 +158,32 @@ def _captures(report: Comparison, path: Path, folder: Path, scratch: Path) -> li
             wanted=f"captures/{MANIFEST}",
             hint="a redacted report leaves the captures out: whoever made it has `consistency reproduce --redact`",
         )
-    for text in report.captures:
-        if is_remote(text):  # the report may be untrusted: it must not open a connection
+    for place in report.captures:
+        if is_remote(place):  # the report may be untrusted: it must not open a connection
             raise CaptureError(
-                "a capture of this report is not on this machine", where=text, hint="copy it here and compare again"
+                "a capture of this report is not on this machine", where=place, hint="copy it here and compare again"
             )
-    return [read_sent(text, scratch, pool) for text in report.captures]
+    return [read_sent(place, scratch, pool) for place in report.captures]
 
 
-def _seen(finding: Finding, participants: tuple[ComparedWorker, ...]) -> list[tuple[ComparedWorker, TensorRecord]]:
+def _records_of(
+    finding: Finding, participants: tuple[ComparedWorker, ...]
+) -> list[tuple[ComparedWorker, TensorRecord]]:
     """Return each record of the finding's tensors with its worker on the load path of the record."""
-    wanted, workers = set(finding.tensors), set(finding.workers)
-    return [
-        (view, _of_soak(finding, view, record))
-        for participant in participants
-        if participant.label in workers
+    tensors, workers = set(finding.tensors), set(finding.workers)
+    records = []
+    for participant in participants:
+        if participant.label not in workers:
+            continue
         # its default load path if the finding names none
-        for view in map(participant.on, finding.load_paths or (participant.load_path,))
-        if view is not None
-        for key, record in view.records.items()
-        if tensor_name(*key) in wanted
-    ]
+        for load_path in finding.load_paths or (participant.load_path,):
+            view = participant.on(load_path)
+            if view is None:
+                continue
+            for key, record in view.records.items():
+                if tensor_name(*key) in tensors:
+                    records.append((view, _of_soak(finding, view, record)))
+    return records
 
 
 def _of_soak(finding: Finding, worker: ComparedWorker, record: TensorRecord) -> TensorRecord:
@@ -192,17 +206,25 @@ def _of_soak(finding: Finding, worker: ComparedWorker, record: TensorRecord) -> 
 
 
 def _changed(finding: Finding, worker: ComparedWorker, record: TensorRecord) -> ChangedTensor | None:
-    change = worker.changes.get(record.key) if finding.kind == kinds.NOT_REPEATABLE else None
+    """Return the measured change of a tensor in a soak, where the finding is about that; None otherwise."""
+    if finding.kind != kinds.NOT_REPEATABLE:
+        return None
+    change = worker.changes.get(record.key)
     return change if change is not None and change.measure is not None else None
 
 
 def _rank(record: TensorRecord) -> tuple[bool, bool, bool, int, int]:
-    """Prefer what the worker itself found wrong, then what can be computed again, stored tensors, and small ones."""
-    kept = record.blob is not None and (record.reference_blob is not None or bool(record.ingredients))
+    """Return the order of records as evidence, the best first.
+
+    Tensors that the worker itself found wrong come first, then those that can be computed again, stored ones, and small
+    ones.
+    """
+    is_stored = record.blob is not None and (record.reference_blob is not None or bool(record.ingredients))
+    can_be_computed = CALLS in record.ingredients or NOT_RECOMPUTED in record.evidence
     return (
         record.status != "outside",
-        CALLS not in record.ingredients and NOT_RECOMPUTED not in record.evidence,
-        not kept,
+        not can_be_computed,
+        not is_stored,
         math.prod(record.shape),
         record.order,
     )

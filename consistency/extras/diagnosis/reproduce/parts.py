@@ -22,28 +22,30 @@ if TYPE_CHECKING:
 
 CALLS_FILE = "calls.txt"
 
+_MOST_CALLS_BYTES = 2**20
+
 PROVES = {
     "merged.py": "torch alone merges this rightly, so PEFT, the model's code or the loading is at fault",
     "moved.py": "plain copies are right, so what loads, keeps or casts these bytes is at fault",
     "calls.py": "the recorded operations are right, so what happens between them is at fault",
 }
-"""What it proves, on the device of the finding, that a script finds nothing there."""
+"""Conclusions for scripts that find nothing on the device of the finding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """The contents of the folder: script, tensors, which part of the whole they are, and the script's parameters."""
+    """The contents of the folder: script, tensors, and the script's parameters."""
 
     script: str
     tensors: Mapping[str, torch.Tensor]
-    window: str
-    facts: Mapping[str, Any]
+    window: str  # which part of the whole the tensors are, in words
+    facts: Mapping[str, Any]  # parameters of the script
     texts: Mapping[str, str] = field(default_factory=dict)  # further files, by name
     why_not: str = ""  # why the script does not compute it again, where the device has tried
 
     @property
     def computes(self) -> bool:
-        """Return whether the script does again what the device did, or only checks what it recorded."""
+        """Return whether the script repeats what the device did; otherwise it checks what the device recorded."""
         return self.script != "recorded.py"
 
     @property
@@ -53,98 +55,140 @@ class Parts:
 
 
 def parts_of(evidence: Evidence) -> Parts:
-    """Return the contents of the folder of a finding; raise a `CaptureError` where no stored tensor shows it."""
-    from consistency.extras.diagnosis.reproduce.cut import cut_moved, cut_product
+    """Return the contents of the folder of a finding; raise a `CaptureError` where no stored tensor shows it.
 
+    The first script that fits is taken: a merge, a copy, recorded calls, and last a check of the recorded tensor.
+    """
     record = evidence.record
     actual, expected = evidence.stored(record.blob), evidence.stored(record.reference_blob)
     worst = None if record.measure is None else record.measure.worst_index
-    recipe = record.evidence.get("recipe")
     stored = {name: evidence.stored(blob) for name, blob in record.ingredients.items()}
-    made_of = {name: tensor for name, tensor in stored.items() if tensor is not None}
-    complete = {"left", "right"} <= made_of.keys() == stored.keys()
-    if isinstance(recipe, dict) and actual is not None and complete:
-        tensors, window = cut_product({**made_of, "actual": actual}, worst)
-        return Parts(script="merged.py", tensors=tensors, window=window, facts=recipe)
+    ingredients = {name: tensor for name, tensor in stored.items() if tensor is not None}
+    has_all = ingredients.keys() == stored.keys()
+    recipe = record.evidence.get("recipe")
+    is_merge = isinstance(recipe, dict) and has_all and {"left", "right"} <= ingredients.keys()
+    if is_merge and actual is not None:
+        return _merge_parts(ingredients, actual, worst, recipe)
     if expected is not None and record.rule == "bitwise":
-        whole = {"expected": expected}
-        # a different shape or dtype is described in words, and cannot be compared
-        if actual is not None and (actual.shape, actual.dtype) == (expected.shape, expected.dtype):
-            whole["actual"] = actual
-        tensors, window = cut_moved(whole, worst)
-        hop = _hop(evidence) if record.stage == standard.TRANSFER else {"via": _via(evidence)}
-        return Parts(script="moved.py", tensors=tensors, window=window, facts=hop)
+        return _copy_parts(evidence, actual, expected, worst)
     if record.stage == standard.TRANSFER:
         return Parts(script="moved.py", tensors={"expected": _payload()}, window="generated", facts=_hop(evidence))
     why_not = str(record.evidence.get(NOT_RECOMPUTED, ""))
-    if CALLS in record.ingredients and made_of.keys() == stored.keys() and actual is not None and expected is not None:
+    if CALLS in record.ingredients and has_all and actual is not None and expected is not None:
         try:
-            return _of_calls(made_of, actual, expected, worst, _limits(record.evidence.get(LIMITS)))
+            return _of_calls(ingredients, actual, expected, worst, _limits(record.evidence.get(LIMITS)))
         except (ValueError, KeyError, TypeError, RuntimeError) as error:  # somebody has changed them
             why_not = f"its calls cannot be read: {first_line(error)}"
     if expected is not None and actual is not None and record.measure is not None:
-        allowed = {name: tensor for name, tensor in made_of.items() if name == "allowed"}
-        tensors, window = cut_moved({"expected": expected, "actual": actual, **allowed}, worst)
-        return Parts(
-            script="recorded.py", tensors=tensors, window=window, facts={"allowed": _allowed(evidence)}, why_not=why_not
-        )
+        tensors = {"expected": expected, "actual": actual}
+        if "allowed" in ingredients:
+            tensors["allowed"] = ingredients["allowed"]
+        return _recorded_parts(evidence, tensors, worst, why_not)
+    hint = evidence.finding.next or "run the case again on this machine"
+    if record.rule == "limit":
+        hint = f"it concerns a fact, not a tensor: {hint}"
     raise CaptureError(
-        "no stored tensor shows this finding",
-        where=evidence.name,
-        got=evidence.finding.message,
-        hint=("it concerns a fact, not a tensor: " if record.rule == "limit" else "")
-        + (evidence.finding.next or "run the case again on this machine"),
+        "no stored tensor shows this finding", where=evidence.name, got=evidence.finding.message, hint=hint
     )
 
 
+def _merge_parts(
+    ingredients: Mapping[str, torch.Tensor], actual: torch.Tensor, worst: Sequence[int] | None, recipe: Any
+) -> Parts:
+    """Return a merge that torch alone does again, by the recipe that the capture has."""
+    from consistency.extras.diagnosis.reproduce.cut import cut_product
+
+    tensors, window = cut_product({**ingredients, "actual": actual}, worst)
+    return Parts(script="merged.py", tensors=tensors, window=window, facts=recipe)
+
+
+def _copy_parts(
+    evidence: Evidence, actual: torch.Tensor | None, expected: torch.Tensor, worst: Sequence[int] | None
+) -> Parts:
+    """Return a copy that torch alone does again."""
+    from consistency.extras.diagnosis.reproduce.cut import cut_moved
+
+    whole = {"expected": expected}
+    # a different shape or dtype is described in words, and cannot be compared
+    if actual is not None and (actual.shape, actual.dtype) == (expected.shape, expected.dtype):
+        whole["actual"] = actual
+    tensors, window = cut_moved(whole, worst)
+    hop = _hop(evidence) if evidence.record.stage == standard.TRANSFER else {"via": _via(evidence)}
+    return Parts(script="moved.py", tensors=tensors, window=window, facts=hop)
+
+
+def _recorded_parts(
+    evidence: Evidence, whole: Mapping[str, torch.Tensor], worst: Sequence[int] | None, why_not: str
+) -> Parts:
+    """Return a check of the tensors as they were recorded."""
+    from consistency.extras.diagnosis.reproduce.cut import cut_moved
+
+    tensors, window = cut_moved(whole, worst)
+    facts = {"allowed": _allowed(evidence)}
+    return Parts(script="recorded.py", tensors=tensors, window=window, facts=facts, why_not=why_not)
+
+
 def _of_calls(
-    made_of: Mapping[str, torch.Tensor],
+    ingredients: Mapping[str, torch.Tensor],
     actual: torch.Tensor,
     expected: torch.Tensor,
     worst: Sequence[int] | None,
     limits: dict[str, float] | None,
 ) -> Parts:
-    """Return the calls that made a wrong result, and what they take; raise a `ValueError` where they are none."""
+    """Return the calls that made a wrong result, and their inputs; raise a `ValueError` where they are none."""
     import numpy as np
 
     from consistency.extras.diagnosis.reproduce.cut import MOST_BYTES, cut_results
     from consistency.numerics import aten_calls
 
-    listed = made_of[CALLS]
-    if listed.numel() > 2**20:
+    listed = ingredients[CALLS]
+    if listed.numel() > _MOST_CALLS_BYTES:
         raise ValueError(f"{listed.numel()} characters of calls")
     # a terminal obeys what a stranger's names may have in them
-    text = "".join(f"{one_line(line)}\n" for line in bytes(listed.tolist()).decode("utf-8").splitlines())
-    inputs = {name: one for name, one in made_of.items() if name.isidentifier() and name.startswith(("in", "host"))}
+    lines = bytes(listed.tolist()).decode("utf-8").splitlines()
+    text = "".join(f"{one_line(line)}\n" for line in lines)
+    inputs = {}
+    for name, tensor in ingredients.items():
+        if name.isidentifier() and name.startswith(("in", "host")):
+            inputs[name] = tensor
     calls, _ = aten_calls.read_calls(text, inputs)
-    results = {"actual": actual, "expected": expected, "allowed": made_of["allowed"]}
-    is_cut = f"{CUT}actual" in made_of
+    results = {"actual": actual, "expected": expected, "allowed": ingredients["allowed"]}
+    # the capture may have cut the calls of a module to the one that is off, whose results are stored beside
+    is_cut = f"{CUT}actual" in ingredients
     if is_cut:
-        results = {name: made_of[f"{CUT}{name}"] for name in results}
+        results = {name: ingredients[f"{CUT}{name}"] for name in results}
         _, number, _ = aten_calls.largest_share(results["actual"], results["expected"], results["allowed"])
-        worst = [int(i) for i in np.unravel_index(number, results["actual"].shape)]
-    size = sum(one.nbytes for one in inputs.values())
-    if size > MOST_BYTES:
-        raise ValueError(f"they take {size} bytes")
-    kept, start = cut_results(results, worst, size - 2**20)
-    what = f"made by {calls[-1].operation} alone" if is_cut else "made by its module"
-    window = "whole" if start is None else f"elements {start} to {start + kept['actual'].numel()}"
+        worst = [int(index) for index in np.unravel_index(number, results["actual"].shape)]
+    input_bytes = sum(tensor.nbytes for tensor in inputs.values())
+    if input_bytes > MOST_BYTES:
+        raise ValueError(f"they take {input_bytes} bytes")
+    results_in_room, start = cut_results(results, worst, input_bytes - 2**20)
+    made_by = f"made by {calls[-1].operation} alone" if is_cut else "made by its module"
+    window = "whole"
+    if start is not None:
+        window = f"elements {start} to {start + results_in_room['actual'].numel()}"
+    # limits are for figures of a whole result of the module
+    has_limits = not is_cut and start is None
     return Parts(
         script="calls.py",
-        tensors={**inputs, **kept},
-        window=f"{what}: {window} of shape {tuple(results['actual'].shape)}",
-        facts={"start": start or 0, "limits": None if is_cut or start is not None else limits},
+        tensors={**inputs, **results_in_room},
+        window=f"{made_by}: {window} of shape {tuple(results['actual'].shape)}",
+        facts={"start": start or 0, "limits": limits if has_limits else None},
         texts={CALLS_FILE: text, "aten_calls.py": Path(aten_calls.__file__).read_text(encoding="utf-8")},
     )
 
 
 def _limits(stated: Any) -> dict[str, float] | None:
-    """Return the limits of the figures of a result, as recorded in the capture."""
+    """Return the limits of the figures of a result, as recorded in the capture; None where one is missing."""
     if not isinstance(stated, dict):
         return None
-    found = {name: stated.get(name) for name in ("row", "element", "scale")}
-    known = {name: float(one) for name, one in found.items() if isinstance(one, int | float) and one > 0}
-    return {**known, "by_columns": bool(stated.get("by_columns"))} if len(known) == len(found) else None
+    limits: dict[str, float] = {}
+    for name in ("row", "element", "scale"):
+        limit = stated.get(name)
+        if not isinstance(limit, int | float) or not limit > 0:
+            return None
+        limits[name] = float(limit)
+    return {**limits, "by_columns": bool(stated.get("by_columns"))}
 
 
 def device_of(evidence: Evidence) -> str:
@@ -157,10 +201,12 @@ def load_arguments(evidence: Evidence) -> dict[str, Any]:
     load_path = _load_path(evidence)
     if load_path is None or load_path.by_transformers:
         return {}
-    found: dict[str, Any] = {"low_cpu_mem_usage": True} if load_path.low_memory else {}
+    arguments: dict[str, Any] = {}
+    if load_path.low_memory:
+        arguments["low_cpu_mem_usage"] = True
     if load_path.torch_device is not None:
-        found["torch_device"] = "cpu" if load_path.torch_device == "cpu" else device_of(evidence)
-    return found
+        arguments["torch_device"] = "cpu" if load_path.torch_device == "cpu" else device_of(evidence)
+    return arguments
 
 
 def _payload() -> torch.Tensor:
@@ -192,11 +238,13 @@ def _allowed(evidence: Evidence) -> float:
 
 def _via(evidence: Evidence) -> str | None:
     """Return the device through which PEFT's default loading goes if all devices were visible."""
-    device = device_of(evidence)
-    kind, _, index = device.partition(":")
+    device_type, _, index = device_of(evidence).partition(":")
     load_path = _load_path(evidence)
-    hops = load_path is not None and load_path.main is LoadPath.SHARED and load_path.chooses_device
-    return f"{kind}:0" if evidence.record.stage == "adapter" and hops and index not in ("", "0") else None
+    takes_first_device = load_path is not None and load_path.main is LoadPath.SHARED and load_path.chooses_device
+    is_first_device = index in ("", "0")
+    if evidence.record.stage != "adapter" or not takes_first_device or is_first_device:
+        return None
+    return f"{device_type}:0"
 
 
 def _load_path(evidence: Evidence) -> LoadPath | None:

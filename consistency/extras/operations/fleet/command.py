@@ -67,10 +67,11 @@ def _fleet(parsed: argparse.Namespace) -> int:
         raise UsageError("--out is required", wanted="--out DIR, a folder on a file system that all nodes share")
     if read_suite(parsed) is not None:
         raise UsageError("a fleet checks one case", got="a suite", hint="start a fleet for each case")
+    # a node reads the same file, and gets the same options in words
     words = [] if parsed.config is None else [str(parsed.config.resolve())]
     words += words_of({option.name: getattr(parsed, option.name) for option in OPTIONS if hasattr(parsed, option.name)})
     command = [] if options.command is None else shlex.split(options.command)
-    # before any node starts
+    # read before any node starts, so that a mistake costs nothing
     past, groups = read_past(parsed), read_groups(parsed)
     plan = prepare_fleet(read_case(parsed), words, options, command=command)
     with fleet_progress(len(plan.nodes)) as watch:
@@ -84,12 +85,12 @@ def read_fleet_options(parsed: argparse.Namespace) -> FleetOptions:
     from consistency.case.duration import parse_duration
     from consistency.extras.operations.fleet.schedulers.options import ENGINES, FleetOptions
 
-    given = {option.attribute: getattr(parsed, f"fleet_{option.name}") for option in FLEET_OPTIONS}
-    given = {name: value for name, value in given.items() if value is not None}
-    if "engine" not in given:
+    values = {option.attribute: getattr(parsed, f"fleet_{option.name}") for option in FLEET_OPTIONS}
+    values = {name: value for name, value in values.items() if value is not None}
+    if "engine" not in values:
         raise UsageError("--engine is required", wanted=" or ".join(ENGINES))
-    if "node_timeout" in given:
-        given["node_timeout"] = parse_duration(given["node_timeout"], where="--node-timeout")
-    if "engine_args" in given:
-        given["engine_args"] = tuple(given["engine_args"])
-    return FleetOptions(**given)
+    if "node_timeout" in values:
+        values["node_timeout"] = parse_duration(values["node_timeout"], where="--node-timeout")
+    if "engine_args" in values:
+        values["engine_args"] = tuple(values["engine_args"])
+    return FleetOptions(**values)

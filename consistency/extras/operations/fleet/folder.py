@@ -1,4 +1,4 @@
-"""What a fleet keeps: captures and statuses in a store that its nodes see, and its plan, by which it is resumed."""
+"""The files that a fleet keeps: captures and statuses in a store that its nodes see, and the plan to resume it by."""
 
 from __future__ import annotations
 
@@ -23,9 +23,11 @@ LOGS = "nodes"
 REQUIREMENTS = "requirements.json"
 TOGETHER = "together"
 
+_MOST_LOGGED = 300  # characters of a line of output
+
 
 class NodeOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of a node, for whoever schedules work on it."""
+    """The end of a node, for whoever schedules work on it."""
 
     state: str = "pending"  # `delivered`, `lost`, or `pending` as long as the fleet runs
     reason: str = ""  # why it is lost, or was left out
@@ -33,7 +35,7 @@ class NodeOutcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FleetRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What a fleet was to check, and what became of its nodes."""
+    """What a fleet was to check, and how its nodes ended."""
 
     engine: str
     case: tuple[str, ...]  # the options of the case, as words of a command line
@@ -65,14 +67,14 @@ class FleetFolder:
 
     @property
     def together(self) -> Path:
-        """Return where the nodes of one group meet: beside their captures, and removed once all have ended."""
+        """Return the folder in which the nodes of one group meet: beside their captures, until all have ended."""
         return Path(self.store) / TOGETHER
 
     def group(self, node: str) -> Path:
         return self.together / f"{node}.json"
 
     def log(self, node: str) -> Path | None:
-        """Return where a node's output goes: nowhere, if no folder is known to be seen by the nodes."""
+        """Return the file of a node's output; None where no folder is known to be seen by the nodes."""
         return None if self.is_remote else self.out.resolve() / LOGS / f"{node}.log"
 
     def read_status(self, node: str) -> NodeStatus | None:
@@ -92,35 +94,36 @@ class FleetFolder:
         with remote_errors("cannot make the store", self.store):
             fs.makedirs(place, exist_ok=True)
             fs.invalidate_cache()
-            listed = fs.ls(place, detail=False) if fs.isdir(place) else ()  # an object store has no empty folder
-            there = {str(path).rstrip("/").rpartition("/")[2]: str(path) for path in listed}
-        if not replace and REQUIREMENTS in there:
+            paths = fs.ls(place, detail=False) if fs.isdir(place) else ()  # an object store has no empty folder
+            path_by_name = {_last_name(str(path).rstrip("/")): str(path) for path in paths}
+        if not replace and REQUIREMENTS in path_by_name:
             raise already_exists(self.store)
         write_bytes(self.requirements, encode_json(requirements))
         for node in nodes:
             capture = self.capture(node)
-            if (path := there.get(capture.rpartition("/")[2])) is not None:
+            earlier_capture = path_by_name.get(_last_name(capture))
+            if earlier_capture is not None:
                 with remote_errors("cannot replace the earlier capture", capture):
-                    fs.rm(path)
+                    fs.rm(earlier_capture)
             write_status(self.status(node), NodeStatus())
 
     def save(self, record: FleetRecord) -> None:
-        """Write down how the fleet stands."""
+        """Write the record of the fleet, by which it can be resumed."""
         write_json(self.out / PLAN, record)
 
     def delivered(self, record: FleetRecord, nodes: Sequence[str]) -> list[str]:
-        """Return the nodes whose captures an earlier run has left, which was to check the same.
+        """Return the nodes that delivered captures to an earlier run, which has to be of the same record.
 
         Raises
         ------
         UsageError
-            It was to check something else, or there was none.
+            The earlier run was to check something else, or there was none.
         """
         earlier = self._earlier()
         if (earlier.case, earlier.requirements) != (record.case, record.requirements):
-            differs = "options" if earlier.case != record.case else "requirements (files, accelerators)"
+            difference = "options" if earlier.case != record.case else "requirements (files, accelerators)"
             raise UsageError(
-                f"the earlier run had other {differs}",
+                f"the earlier run had other {difference}",
                 where=self.out / PLAN,
                 got=" ".join(earlier.case) or "none",
                 wanted=" ".join(record.case) or "none",
@@ -129,16 +132,20 @@ class FleetFolder:
         return [node for node in nodes if self._has_delivered(node)]
 
     def logged(self, node: str) -> str:
-        """Return the last line of a node's output."""
+        """Return the last line of a node's output, empty where there is none."""
         path = self.log(node)
+        if path is None:
+            return ""
         with suppress(OSError):
-            lines = [] if path is None else path.read_text(encoding="utf-8", errors="replace").split("\n")
-            # Slurm adds that it has cancelled the task, which the fleet has asked for
-            own = (line.strip() for line in reversed(lines) if not line.startswith("slurmstepd"))
-            return next((line for line in own if line), "")[:300]
+            for line in reversed(path.read_text(encoding="utf-8", errors="replace").split("\n")):
+                # Slurm adds that it has cancelled the task, which the fleet has asked for
+                is_of_slurm = line.startswith("slurmstepd")
+                if line.strip() and not is_of_slurm:
+                    return line.strip()[:_MOST_LOGGED]
         return ""
 
     def _earlier(self) -> FleetRecord:
+        """Return the record of the earlier run in the folder; raise UsageError where there is none."""
         path = self.out / PLAN
         try:
             return decode_json(read_regular(path), FleetRecord)
@@ -155,3 +162,8 @@ class FleetFolder:
         fs, path = open_store(place, "cannot open the store")
         with remote_errors("cannot read the store", place):
             return bool(fs.exists(path))
+
+
+def _last_name(place: str) -> str:
+    """Return the last name of a path or URL."""
+    return place.rpartition("/")[2]

@@ -7,7 +7,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -20,12 +19,8 @@ from consistency.extras.operations.fleet.following import NodeState, NodeWatcher
 from consistency.report.console import make_console, plain_cells
 from consistency.text import one_line
 
-if TYPE_CHECKING:
-    pass
-
-
 _MOST_ROWS = 16
-"""As many nodes have a line of their own; of more, the lost ones and a count of the others are printed."""
+"""Nodes that have a line of their own; of more nodes, the lost ones and a count of the others are printed."""
 
 
 @contextmanager
@@ -40,22 +35,22 @@ def fleet_progress(count: int, console: Console | None = None) -> Iterator[NodeW
 
 
 class _Lines:
-    """Lines for a pipe: every change of a small fleet; what is lost, and counts from time to time, of a large one."""
+    """Lines for a pipe: every change of a small fleet; lost nodes, and counts from time to time, of a large one."""
 
     def __init__(self, console: Console, count: int) -> None:
         self._console = console
-        self._each = count <= _MOST_ROWS
+        self._is_small = count <= _MOST_ROWS
         self._nodes: dict[str, Progress] = {}
-        self._counted = time.monotonic()
+        self._counted_at = time.monotonic()
 
     def __call__(self, node: str, progress: Progress) -> None:
         self._nodes[node] = progress
-        if self._each or progress.state is NodeState.LOST:
+        if self._is_small or progress.state is NodeState.LOST:
             self._print(f"{node}: {progress}")
-        done = all(one.state.is_final for one in self._nodes.values())
-        if not self._each and (done or time.monotonic() - self._counted > SILENT_S):
+        is_done = all(progress.state.is_final for progress in self._nodes.values())
+        if not self._is_small and (is_done or time.monotonic() - self._counted_at > SILENT_S):
             self._print(_counts(self._nodes))
-            self._counted = time.monotonic()
+            self._counted_at = time.monotonic()
 
     def _print(self, text: str) -> None:
         self._console.print(one_line(text), soft_wrap=True)
@@ -72,17 +67,21 @@ class _Table:
         self._nodes[node] = progress
         if progress.state is NodeState.LOST:
             self._live.console.print(one_line(f"{node}: {progress}"), soft_wrap=True)
-        running = [(name, one) for name, one in self._nodes.items() if not one.state.is_final]
-        # those that run come first: the others only wait
-        running.sort(key=lambda pair: pair[1].state is NodeState.WAITING)
+        unfinished = [(name, progress) for name, progress in self._nodes.items() if not progress.state.is_final]
+        # running nodes come first: the others only wait
+        unfinished.sort(key=lambda row: row[1].state is NodeState.WAITING)
         table = Table(box=None, show_header=False, pad_edge=False)
-        for name, one in running[:_MOST_ROWS]:
-            table.add_row(*plain_cells(name, one.state, one.text))
-        more = and_more(len(running) - _MOST_ROWS, "node")
-        self._live.update(Group(table, *([Text(more)] if more else []), Text(_counts(self._nodes))))
+        for name, row_progress in unfinished[:_MOST_ROWS]:
+            table.add_row(*plain_cells(name, row_progress.state, row_progress.text))
+        lines: list[Table | Text] = [table]
+        left_out = and_more(len(unfinished) - _MOST_ROWS, "node")
+        if left_out:
+            lines.append(Text(left_out))
+        self._live.update(Group(*lines, Text(_counts(self._nodes))))
 
 
 def _counts(nodes: dict[str, Progress]) -> str:
+    """Return how many nodes there are so far, and how many are in each state."""
     counts = Counter(progress.state for progress in nodes.values())
     texts = [f"{counts[state]} {state}" for state in NodeState if counts[state]]
     return f"{len(nodes)} nodes: {', '.join(texts)}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from consistency.case.options import Options
 from consistency.case.preflight import prepare_case
 from consistency.case.requirements import Requirements, requirements_of
 from consistency.comparison import kinds
+from consistency.comparison.outcomes import gathered
 from consistency.comparison.result import Comparison, Finding, with_findings, with_provenance
 from consistency.comparison.site_groups import NO_GROUPS, SiteGroups
 from consistency.devices.interpreter import python_command
@@ -44,11 +45,13 @@ from consistency.text import one_line
 from consistency.workflows import judging, report_folder
 from consistency.workflows.past import NO_PAST, Past
 
-_PAUSE_S, _REMOTE_PAUSE_S = 0.5, 5.0
-_PAUSE_PER_NODE_S = 0.001  # about what a status on a shared file system takes to be read
+_PAUSE_S, _REMOTE_PAUSE_S = 0.5, 5.0  # between two looks at all nodes; the store is a folder, or at a URL
+_PAUSE_PER_NODE_S = 0.001  # about the time to read a status on a shared file system
 
 _SEEN_S, _LOOK_AGAIN_S = 60.0, 2.0
-"""How long a client of NFS may take what it knows of a folder for true: its `acdirmax`, unless it is set."""
+"""Time for which a client of NFS may take what it knows of a folder for true: its `acdirmax`, unless it is set."""
+
+_MOST_REASONS = 6  # reasons in an error
 
 
 class LostFleetError(ConsistencyError):
@@ -64,12 +67,13 @@ class FleetPlan:
     engine: FleetEngine
     options: FleetOptions
     nodes: tuple[str, ...]
-    command: tuple[str, ...]  # what starts this tool on a node
+    command: tuple[str, ...]  # words of a command line that start this tool on a node
     words: tuple[str, ...]  # the options of the case, as words of a command line
     requirements: Requirements
-    name: str = ""  # of the case
+    name: str = ""  # name of the case
 
     def record(self) -> FleetRecord:
+        """Return the record of the fleet before any node has started."""
         return FleetRecord(
             engine=self.options.engine,
             case=self.words,
@@ -125,59 +129,61 @@ def run_fleet(
         No node has delivered a capture that can be compared.
     """
     started = time.monotonic()
-    folder = FleetFolder(out=out, store=(plan.options.store or str(out.resolve() / report_folder.CAPTURES)).rstrip("/"))
+    store = plan.options.store or str(out.resolve() / report_folder.CAPTURES)
+    folder = FleetFolder(out=out, store=store.rstrip("/"))
     resume = plan.options.resume
     with (
         report_folder.output(out, replace=replace or resume, keeps=lambda path: (path / PLAN).exists()),
         past.noted(plan.name, out),
     ):
         record = plan.record()
-        kept = folder.delivered(record, plan.nodes) if resume else []
-        for node in kept:
+        delivered_before = folder.delivered(record, plan.nodes) if resume else []
+        for node in delivered_before:
             watch(node, Progress(state=NodeState.DELIVERED, text="by the earlier run"))
-        missing = [node for node in plan.nodes if node not in kept]
+        missing = [node for node in plan.nodes if node not in delivered_before]
         folder.prepare(plan.requirements, missing, replace=replace or resume)
-        found = _captured(plan, folder, record, missing, watch=watch)
-        gathered = _gather(plan, folder, found)
+        progress_by_node = _make_captures(plan, folder, record, missing, watch=watch)
+        nodes = _sort_nodes(plan, folder, progress_by_node)
         try:
-            comparison = _compare(gathered, folder, out, groups, past)
+            comparison = _compare(nodes, folder, out, groups, past)
         except LostFleetError:
-            folder.save(msgspec.structs.replace(record, nodes=_outcomes(gathered)))
+            folder.save(msgspec.structs.replace(record, nodes=_outcomes(nodes)))
             raise
         comparison = with_provenance(comparison, time.monotonic() - started)
         comparison = report_folder.write_reports(comparison, out)
-        folder.save(msgspec.structs.replace(record, nodes=_outcomes(gathered, comparison)))
+        folder.save(msgspec.structs.replace(record, nodes=_outcomes(nodes, comparison)))
     return comparison
 
 
-def _captured(
+def _make_captures(
     plan: FleetPlan, folder: FleetFolder, record: FleetRecord, nodes: Sequence[str], *, watch: NodeWatcher
 ) -> dict[str, Progress]:
     """Start a capture on each node and follow it to its end; whatever happens, nothing is left running."""
     options = plan.options
     limits = NodeLimits(timeout_s=options.node_timeout, stall_s=options.node_stall)
-    pause_s = (_REMOTE_PAUSE_S if folder.is_remote else _PAUSE_S) + _PAUSE_PER_NODE_S * len(nodes)
-    found: dict[str, Progress] = {}
+    pause_s = _REMOTE_PAUSE_S if folder.is_remote else _PAUSE_S
+    pause_s += _PAUSE_PER_NODE_S * len(nodes)
+    progress_by_node: dict[str, Progress] = {}
     if options.together:
-        _join(folder, nodes)
-        watch = _telling(folder, watch)
+        _write_groups(folder, nodes)
+        watch = _telling_the_group(folder, watch)
     try:
         for node in nodes:
             plan.engine.submit(_task(plan, folder, node))
             watch(node, Progress(state=NodeState.WAITING))
         folder.save(record)  # from here on there is something to resume
-        found = follow(plan.engine, nodes, folder.read_status, limits, watch=watch, pause_s=pause_s)
+        progress_by_node = follow(plan.engine, nodes, folder.read_status, limits, watch=watch, pause_s=pause_s)
     except EngineError as error:
         raise CaptureError("the engine does not answer", where=f"--engine {options.engine}", got=error) from None
     finally:
-        over = {node for node, progress in found.items() if progress.state.is_final}
-        plan.engine.cancel([node for node in nodes if node not in over])
+        ended = {node for node, progress in progress_by_node.items() if progress.state.is_final}
+        plan.engine.cancel([node for node in nodes if node not in ended])
         if options.together:
             shutil.rmtree(folder.together, ignore_errors=True)
-    return found
+    return progress_by_node
 
 
-def _join(folder: FleetFolder, nodes: Sequence[str]) -> None:
+def _write_groups(folder: FleetFolder, nodes: Sequence[str]) -> None:
     """Tell each node with which others its devices form a group."""
     shutil.rmtree(folder.together, ignore_errors=True)
     for node in nodes:
@@ -185,18 +191,19 @@ def _join(folder: FleetFolder, nodes: Sequence[str]) -> None:
         group.write(folder.group(node))
 
 
-def _telling(folder: FleetFolder, watch: NodeWatcher) -> NodeWatcher:
-    """Tell the nodes of a group which of them is lost, for whom the others wait."""
+def _telling_the_group(folder: FleetFolder, watch: NodeWatcher) -> NodeWatcher:
+    """Return a watcher that also tells the nodes of a group which of them is lost: the others wait for it."""
 
-    def watching(node: str, progress: Progress) -> None:
+    def watch_and_tell(node: str, progress: Progress) -> None:
         if progress.state is NodeState.LOST:
             write_whole(lost_node(folder.together, node), [progress.text.encode()])
         watch(node, progress)
 
-    return watching
+    return watch_and_tell
 
 
 def _task(plan: FleetPlan, folder: FleetFolder, node: str) -> NodeTask:
+    """Return the command that makes the capture of a node, reports its progress, and delivers it."""
     words = [
         *plan.command,
         "capture",
@@ -205,22 +212,24 @@ def _task(plan: FleetPlan, folder: FleetFolder, node: str) -> NodeTask:
         f"--out={folder.capture(node)}",
         f"--progress={folder.status(node)}",
         f"--require={folder.requirements}",
-        *([f"--together={folder.group(node).resolve()}"] if plan.options.together else ()),
     ]
+    if plan.options.together:
+        words.append(f"--together={folder.group(node).resolve()}")
     return NodeTask(node=node, command=words, log=folder.log(node))
 
 
 @dataclass(slots=True, kw_only=True)
-class _Gathered:
-    """The nodes with a capture to compare, and why the others have none."""
+class _SortedNodes:
+    """The nodes of a fleet that has ended: each is in one of these."""
 
-    places: dict[str, str]
-    lost: dict[str, str] = field(default_factory=dict)
-    odd: dict[str, str] = field(default_factory=dict)
+    captures: dict[str, str]  # places of the captures to compare, by node
+    lost: dict[str, str] = field(default_factory=dict)  # reasons why nodes have no capture to compare
+    other_software: dict[str, str] = field(default_factory=dict)  # differences of nodes that are left out for them
 
 
-def _gather(plan: FleetPlan, folder: FleetFolder, found: Mapping[str, Progress]) -> _Gathered:
-    lost = dict(lost_nodes(found))
+def _sort_nodes(plan: FleetPlan, folder: FleetFolder, progress_by_node: Mapping[str, Progress]) -> _SortedNodes:
+    """Sort the nodes by whether they have a capture to compare, once all have ended."""
+    lost = dict(lost_nodes(progress_by_node))
     statuses: dict[str, NodeStatus] = {}
     for node in plan.nodes:
         status = folder.read_status(node)
@@ -229,88 +238,89 @@ def _gather(plan: FleetPlan, folder: FleetFolder, found: Mapping[str, Progress])
             statuses[node] = status
             continue
         reason = lost.get(node, "its capture was not delivered")
-        spoke = status is not None and status.phase == "failed"  # it has said why itself
-        said = "" if spoke else folder.logged(node)
-        lost[node] = f"{reason}; its output ends: {said}" if said else reason
+        has_said_why = status is not None and status.phase == "failed"
+        last_line = "" if has_said_why else folder.logged(node)
+        lost[node] = f"{reason}; its output ends: {last_line}" if last_line else reason
+    # each node has one reason: one without an accelerator is not named for its software too
     bare = without_accelerator(statuses)
     odd = other_software({node: status for node, status in statuses.items() if node not in bare})
-    places = {node: folder.capture(node) for node in statuses if node not in bare and node not in odd}
-    return _Gathered(places=places, lost={**lost, **bare}, odd=odd)
+    captures = {node: folder.capture(node) for node in statuses if node not in bare and node not in odd}
+    return _SortedNodes(captures=captures, lost={**lost, **bare}, other_software=odd)
 
 
-def _compare(gathered: _Gathered, folder: FleetFolder, out: Path, groups: SiteGroups, past: Past) -> Comparison:
+def _compare(nodes: _SortedNodes, folder: FleetFolder, out: Path, groups: SiteGroups, past: Past) -> Comparison:
+    """Return the comparison of the captures that can be read, with a finding for each reason to leave nodes out."""
     with scratch_folder("fleet") as scratch:
-        captures = _read(gathered, scratch)
+        captures = _read_captures(nodes, scratch)
         if not captures:
-            raise _nothing(gathered, folder)
+            raise _lost_fleet(nodes, folder)
         comparison = judging.compare_captures(captures, groups=groups)
-        comparison = msgspec.structs.replace(comparison, captures=tuple(gathered.places.values()))
-        findings = _findings(gathered)
+        comparison = msgspec.structs.replace(comparison, captures=tuple(nodes.captures.values()))
+        findings = _findings(nodes)
         if findings:
             comparison = msgspec.structs.replace(comparison, verdict="incomplete")
             comparison = with_findings(comparison, [*findings, *comparison.findings])
         return past.judged(captures, comparison, out)
 
 
-def _read(gathered: _Gathered, scratch: Path) -> list[Capture]:
-    """Return the captures that can be read; one that cannot does not keep the others from being compared.
+def _read_captures(nodes: _SortedNodes, scratch: Path) -> list[Capture]:
+    """Return the captures that can be read, and move the nodes of the others to the lost ones.
 
     A file may be seen later than the status that says that it was delivered, or not in full at first.
     """
     pool = RecordPool()
-    found: dict[str, Capture] = {}
-    unread = dict.fromkeys(gathered.places, "")
-    until = None
+    capture_by_node: dict[str, Capture] = {}
+    unread = dict.fromkeys(nodes.captures, "")
+    give_up_at = None
     while True:
         for node in list(unread):
             try:
-                found[node] = read_sent(gathered.places[node], scratch, pool)
+                capture_by_node[node] = read_sent(nodes.captures[node], scratch, pool)
                 del unread[node]
             except CaptureError as error:
                 unread[node] = f"its capture cannot be read: {one_line(brief(error))}"
-        until = until or time.monotonic() + _SEEN_S
-        if not unread or time.monotonic() > until:
+        # the time counts from the end of the first look at all of them
+        give_up_at = give_up_at or time.monotonic() + _SEEN_S
+        if not unread or time.monotonic() > give_up_at:
             break
         time.sleep(_LOOK_AGAIN_S)
     for node, reason in unread.items():
-        gathered.lost[node] = reason
-        del gathered.places[node]
-    return [found[node] for node in gathered.places]
+        nodes.lost[node] = reason
+        del nodes.captures[node]
+    return [capture_by_node[node] for node in nodes.captures]
 
 
-def _findings(gathered: _Gathered) -> list[Finding]:
-    found = []
-    for kind, verb, reasons in (
-        (kinds.ENVIRONMENT, "left out for other software", gathered.odd),
-        (kinds.LOST_NODE, "not compared", gathered.lost),
-    ):
-        same: dict[str, list[str]] = {}
-        for node, reason in reasons.items():
-            same.setdefault(reason, []).append(node)
-        found += [
-            Finding(
-                kind=kind,
-                severity="error",
-                message=f"{some(nodes)} · {verb}: {one_line(reason)}",
-                detail=tuple(nodes),
-            )
-            for reason, nodes in same.items()
-        ]
-    return found
+def _findings(nodes: _SortedNodes) -> list[Finding]:
+    """Return an error for each reason to leave nodes out, about all nodes with that reason."""
+    return [
+        *_finding_per_reason(kinds.ENVIRONMENT, "left out for other software", nodes.other_software),
+        *_finding_per_reason(kinds.LOST_NODE, "not compared", nodes.lost),
+    ]
 
 
-def _outcomes(gathered: _Gathered, comparison: Comparison | None = None) -> dict[str, NodeOutcome]:
-    """Return what became of every node; a worker's name begins with that of its node."""
-    named: dict[str, list[str]] = {node: [] for node in gathered.places}
-    for finding in () if comparison is None else comparison.findings:
-        if finding.severity == "error":
-            nodes = {_node_of(worker, named) for worker in finding.workers} - {None}
-            for node in nodes:
-                named[str(node)].append(finding.message)
-    found = {node: NodeOutcome(state="lost", reason=reason) for node, reason in gathered.lost.items()}
-    for node, why in gathered.odd.items():
-        found[node] = NodeOutcome(state="delivered", reason=f"other software: {why}")
-    return found | {node: NodeOutcome(state="delivered", findings=tuple(texts)) for node, texts in named.items()}
+def _finding_per_reason(kind: str, verb: str, reason_by_node: Mapping[str, str]) -> Iterator[Finding]:
+    """Yield an error for each reason."""
+    for reason, nodes in gathered((reason, node) for node, reason in reason_by_node.items()).items():
+        message = f"{some(nodes)} · {verb}: {one_line(reason)}"
+        yield Finding(kind=kind, severity="error", message=message, detail=tuple(nodes))
+
+
+def _outcomes(nodes: _SortedNodes, comparison: Comparison | None = None) -> dict[str, NodeOutcome]:
+    """Return how every node ended; a worker's name begins with that of its node."""
+    messages: dict[str, list[str]] = {node: [] for node in nodes.captures}
+    findings = () if comparison is None else comparison.findings
+    for finding in findings:
+        if finding.severity != "error":
+            continue
+        for node in {_node_of(worker, messages) for worker in finding.workers}:
+            if node is not None:
+                messages[node].append(finding.message)
+    outcomes = {node: NodeOutcome(state="lost", reason=reason) for node, reason in nodes.lost.items()}
+    for node, difference in nodes.other_software.items():
+        outcomes[node] = NodeOutcome(state="delivered", reason=f"other software: {difference}")
+    for node, texts in messages.items():
+        outcomes[node] = NodeOutcome(state="delivered", findings=tuple(texts))
+    return outcomes
 
 
 def _node_of(worker: str, nodes: Mapping[str, object]) -> str | None:
@@ -320,9 +330,12 @@ def _node_of(worker: str, nodes: Mapping[str, object]) -> str | None:
     return next((node for node in nodes if worker.startswith(f"{node}:")), None)
 
 
-def _nothing(gathered: _Gathered, folder: FleetFolder) -> LostFleetError:
-    nodes = len(gathered.lost) + len(gathered.odd)
-    texts = [finding.message for finding in _findings(gathered)]
+def _lost_fleet(nodes: _SortedNodes, folder: FleetFolder) -> LostFleetError:
+    """Return the error that there is nothing to compare, with the first reasons."""
+    count = len(nodes.lost) + len(nodes.other_software)
+    reasons = [finding.message for finding in _findings(nodes)]
     return LostFleetError(
-        f"none of {counted(nodes, 'node')} delivered a capture", where=folder.store, got="\n          ".join(texts[:6])
+        f"none of {counted(count, 'node')} delivered a capture",
+        where=folder.store,
+        got="\n          ".join(reasons[:_MOST_REASONS]),
     )

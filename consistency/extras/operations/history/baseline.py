@@ -9,6 +9,7 @@ file.
 from __future__ import annotations
 
 import datetime
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,7 +27,7 @@ from consistency.errors import UsageError
 
 SCHEMA = "consistency.baseline/1"
 
-_WAIT_S = 60.0  # for others that change the same baseline: each takes moments
+_WAIT_S = 60.0  # time to wait for other processes that change the same baseline: each takes moments
 
 
 class Accepted(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -57,16 +58,16 @@ def read_baseline(path: Path) -> Baseline:
         It is not a baseline, or has an incomplete entry.
     """
     try:
-        found = decode_json(path.read_bytes(), Baseline)
+        baseline = decode_json(path.read_bytes(), Baseline)
     except FileNotFoundError:
         return Baseline(schema=SCHEMA)
     except OSError as error:
         raise UsageError("cannot read the baseline", where=path, got=error) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UsageError("not a baseline", where=path, got=error) from None
-    if found.schema != SCHEMA:
-        raise UsageError("unsupported baseline schema", where=path, got=found.schema, wanted=SCHEMA)
-    return found
+    if baseline.schema != SCHEMA:
+        raise UsageError("unsupported baseline schema", where=path, got=baseline.schema, wanted=SCHEMA)
+    return baseline
 
 
 def init_baseline(path: Path) -> None:
@@ -91,16 +92,16 @@ def accept(
     reason: str,
     numbers: Sequence[int] = (),
 ) -> tuple[Accepted, ...]:
-    """Add findings of a report to a baseline; return what was added.
+    """Add findings of a report to a baseline; return the entries that were added.
 
     Parameters
     ----------
     path : Path
         The baseline; created if it does not exist.
     findings, workers
-        Of the report.
+        Findings and workers of the report.
     numbers : sequence of int
-        Which findings, from 1; by default all errors.
+        Numbers of the findings to accept, from 1; by default all errors.
 
     Raises
     ------
@@ -109,10 +110,35 @@ def accept(
     """
     if not reason.strip():
         raise UsageError("accepting a finding needs a reason", where="--reason", got="nothing")
+    accepted_findings = _chosen_findings(findings, numbers)
+    today = datetime.datetime.now(datetime.UTC).date().isoformat()
+    device_by_worker = _device_by_worker(workers)
+    entries = tuple(
+        Accepted(
+            kind=finding.kind,
+            devices=tuple(_devices(finding, device_by_worker)),
+            tensors=finding.tensors,
+            state=finding.state,
+            message=finding.message,
+            reason=reason.strip(),
+            date=today,
+        )
+        for finding in accepted_findings
+    )
+    with _changing(path):
+        # read under the claim, so that an entry that another process adds meanwhile is kept
+        write_json(path, Baseline(schema=SCHEMA, accepted=(*read_baseline(path).accepted, *entries)))
+    return entries
+
+
+def _chosen_findings(findings: Sequence[Finding], numbers: Sequence[int]) -> list[Finding]:
+    """Return the findings with these numbers, or all errors; raise UsageError where one cannot be accepted."""
     for number in numbers:
         if not 1 <= number <= len(findings):
             raise UsageError(f"the report has no finding {number}", where="--finding", got=f"{len(findings)} findings")
-    chosen = [findings[n - 1] for n in numbers] or [f for f in findings if f.severity == "error"]
+    chosen = [findings[number - 1] for number in numbers]
+    if not chosen:
+        chosen = [finding for finding in findings if finding.severity == "error"]
     for finding in chosen:
         if is_unseen(finding.kind):
             raise UsageError(
@@ -122,23 +148,7 @@ def accept(
             )
     if not chosen:
         raise UsageError("the report has no error to accept", got=f"{len(findings)} notes and warnings")
-    today = datetime.datetime.now(datetime.UTC).date().isoformat()
-    devices = _devices(workers)
-    new = tuple(
-        Accepted(
-            kind=finding.kind,
-            devices=tuple(devices.get(label, label) for label in finding.workers),
-            tensors=finding.tensors,
-            state=finding.state,
-            message=finding.message,
-            reason=reason.strip(),
-            date=today,
-        )
-        for finding in chosen
-    )
-    with _changing(path):
-        write_json(path, Baseline(schema=SCHEMA, accepted=(*read_baseline(path).accepted, *new)))
-    return new
+    return chosen
 
 
 @contextmanager
@@ -150,47 +160,56 @@ def _changing(path: Path) -> Iterator[None]:
 
 
 def apply(baseline: Baseline, comparison: Comparison) -> Comparison:
-    """Turn accepted findings into notes; the others decide the verdict."""
-    devices = _devices(comparison.workers)
-    return with_findings(comparison, [_weighed(baseline, finding, devices) for finding in comparison.findings])
+    """Return a comparison with accepted findings as notes; the other findings decide its verdict."""
+    device_by_worker = _device_by_worker(comparison.workers)
+    findings = [_accepted_as_note(baseline, finding, device_by_worker) for finding in comparison.findings]
+    return with_findings(comparison, findings)
 
 
 def with_stale(baseline: Baseline, comparison: Comparison) -> Comparison:
     """Return a comparison with a note for each entry that accepted nothing, though its devices and stages were checked.
 
-    An entry of certain bits, a drift, is needed once.
+    An entry with a state accepts a drift to certain bits. That is needed once, so it is never stale.
     """
-    devices = _devices(comparison.workers)
-    stages = {tensor.stage for tensor in comparison.tensors}
+    device_by_worker = _device_by_worker(comparison.workers)
+    checked_devices = set(device_by_worker.values())
+    checked_stages = {tensor.stage for tensor in comparison.tensors}
     accepted = [finding for finding in comparison.findings if finding.accepted is not None]
     notes = []
     for entry in baseline.accepted:
-        of = {name.partition("::")[0] for name in entry.tensors}
-        if entry.state is not None or not {*entry.devices} <= {*devices.values()} or not of <= stages:
+        stages = {name.partition("::")[0] for name in entry.tensors}
+        was_checked = checked_devices.issuperset(entry.devices) and stages <= checked_stages
+        if entry.state is not None or not was_checked:
             continue
-        fitting = (finding for finding in accepted if finding.kind == entry.kind)
-        if not any(_is_of(entry, finding, devices) for finding in fitting):
+        same_kind = (finding for finding in accepted if finding.kind == entry.kind)
+        if not any(_shares_device(entry, finding, device_by_worker) for finding in same_kind):
             message = f"accepted on {entry.date} ({entry.reason}), and not found in this run: {entry.message}"
             notes.append(Finding(kind=kinds.STALE_BASELINE, severity="note", message=message))
     return with_findings(comparison, [*comparison.findings, *notes]) if notes else comparison
 
 
-def _is_of(entry: Accepted, finding: Finding, devices: Mapping[str, str]) -> bool:
-    here = {devices.get(label, label) for label in finding.workers}
-    return not entry.devices or bool(here & {*entry.devices})
+def _shares_device(entry: Accepted, finding: Finding, device_by_worker: Mapping[str, str]) -> bool:
+    """Return whether a finding concerns a device of an entry; an entry without devices may be about any finding."""
+    if not entry.devices:
+        return True
+    return not set(entry.devices).isdisjoint(_devices(finding, device_by_worker))
 
 
-def _weighed(baseline: Baseline, finding: Finding, devices: Mapping[str, str]) -> Finding:
+def _accepted_as_note(baseline: Baseline, finding: Finding, device_by_worker: Mapping[str, str]) -> Finding:
+    """Return a finding as a note where the baseline accepts it on all of its devices; unchanged otherwise."""
     if finding.severity == "note" or is_unseen(finding.kind):
         return finding
-    fitting = [e for e in baseline.accepted if e.kind == finding.kind and finding.state in (e.state, None)]
-    here = [devices.get(label, label) for label in finding.workers]
-    covering = [[e for e in fitting if device in e.devices] for device in here]
-    covering = covering or [[e for e in fitting if not e.devices]]
-    if not all(_covers(found, finding) for found in covering):
+    entries = [
+        entry for entry in baseline.accepted if entry.kind == finding.kind and finding.state in (entry.state, None)
+    ]
+    entries_by_device = [
+        [entry for entry in entries if device in entry.devices] for device in _devices(finding, device_by_worker)
+    ]
+    if not entries_by_device:  # the finding is about no device, so is an entry that accepts it
+        entries_by_device = [[entry for entry in entries if not entry.devices]]
+    if not all(_covers(entries_of_device, finding) for entries_of_device in entries_by_device):
         return finding
-    entries = [entry for found in covering for entry in found]
-    last = max(entries, key=lambda entry: entry.date)
+    last = max(itertools.chain.from_iterable(entries_by_device), key=lambda entry: entry.date)
     return msgspec.structs.replace(
         finding,
         severity="note",
@@ -200,11 +219,18 @@ def _weighed(baseline: Baseline, finding: Finding, devices: Mapping[str, str]) -
 
 
 def _covers(entries: Iterable[Accepted], finding: Finding) -> bool:
+    """Return whether entries together name every tensor of a finding, or one names none where the finding has none."""
     if not finding.tensors:
         return any(not entry.tensors for entry in entries)
-    return set(finding.tensors) <= {name for entry in entries for name in entry.tensors}
+    accepted_tensors = set(itertools.chain.from_iterable(entry.tensors for entry in entries))
+    return accepted_tensors.issuperset(finding.tensors)
 
 
-def _devices(workers: Sequence[WorkerSummary]) -> dict[str, str]:
+def _devices(finding: Finding, device_by_worker: Mapping[str, str]) -> list[str]:
+    """Return the devices of a finding's workers; a worker that the report has no device of stands for itself."""
+    return [device_by_worker.get(name, name) for name in finding.workers]
+
+
+def _device_by_worker(workers: Sequence[WorkerSummary]) -> dict[str, str]:
     """Return each worker's device by the worker's name in the report."""
     return {worker.name: worker.device or worker.name for worker in workers}

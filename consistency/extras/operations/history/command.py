@@ -16,7 +16,10 @@ from consistency.errors import UsageError
 from consistency.text import one_line
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from consistency.extras.operations.history.store import History
+    from consistency.extras.operations.history.table import ChangeRow, DeviceRow, RunRow
 
 
 _LAST = 30
@@ -62,17 +65,6 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
 
 def _history(parsed: argparse.Namespace) -> int:
     from consistency.extras.operations.history.store import History
-    from consistency.extras.operations.history.table import (
-        ChangeRow,
-        DeviceRow,
-        RunRow,
-        change_rows,
-        device_rows,
-        print_changes,
-        print_device,
-        print_runs,
-        run_rows,
-    )
     from consistency.report.console import make_console
 
     history = History(parsed.history)
@@ -82,59 +74,75 @@ def _history(parsed: argparse.Namespace) -> int:
     if parsed.dry_run:
         raise UsageError("nothing is removed", where="--dry-run", wanted="--keep-runs or --keep-days")
     if parsed.html is not None:
-        return _page(parsed, history)
-    console = make_console()
+        return _write_page(parsed, history)
+    rows, print_table = _read_rows(parsed, history)
+    if parsed.json:
+        heading = "changes" if parsed.changes else "rows"
+        print_json({heading: rows, "damaged": history.damage})
+        return 0
+    print_table(make_console())
+    _print_damage(history)
+    return 0
+
+
+def _read_rows(
+    parsed: argparse.Namespace, history: History
+) -> tuple[list[RunRow] | list[DeviceRow] | list[ChangeRow], Callable[[Console], None]]:
+    """Return the changes, the runs or the one device that is asked for, and what prints them as a table."""
+    from consistency.extras.operations.history import table
+
     last = _LAST if parsed.last is None else parsed.last
-    rows: list[RunRow] | list[DeviceRow] | list[ChangeRow]
     if parsed.changes:
         if parsed.device is not None:
             raise UsageError("--changes is of all devices", where="--device", got=parsed.device)
-        rows = found = change_rows(history, parsed.last or 0)
-        show = functools.partial(print_changes, found, console)
-    elif parsed.device is None:
-        rows = runs = run_rows(history, last)
-        show = functools.partial(print_runs, runs, console)
-    else:
-        rows = devices = device_rows(history, parsed.device, last, parsed.case)
-        show = functools.partial(print_device, devices, parsed.device, console)
-    if parsed.json:
-        print_json({"changes" if parsed.changes else "rows": rows, "damaged": history.damage})
-        return 0
-    show()
-    _name_damage(history)
-    return 0
+        changes = table.change_rows(history, parsed.last or 0)
+        return changes, functools.partial(table.print_changes, changes)
+    if parsed.device is None:
+        runs = table.run_rows(history, last)
+        return runs, functools.partial(table.print_runs, runs)
+    rows = table.device_rows(history, parsed.device, last, parsed.case)
+    return rows, functools.partial(table.print_device, rows, parsed.device)
 
 
 def _remove(parsed: argparse.Namespace, history: History) -> int:
     from consistency.extras.operations.history.retention import remove_old
 
-    found = remove_old(history, keep_runs=parsed.keep_runs, keep_days=parsed.keep_days, dry_run=parsed.dry_run)
+    removal = remove_old(history, keep_runs=parsed.keep_runs, keep_days=parsed.keep_days, dry_run=parsed.dry_run)
     if parsed.json:
-        names = [run.at for run in found.runs], [run.at for run in found.kept_for_drift]
-        print_json({"removed": names[0], "kept_for_drift": names[1], "kept": found.kept, "files": found.files})
+        print_json(
+            {
+                "removed": [run.at for run in removal.runs],
+                "kept_for_drift": [run.at for run in removal.kept_for_drift],
+                "kept": removal.kept,
+                "files": removal.files,
+            }
+        )
         return 0
-    word = "would remove" if parsed.dry_run else "removed"
-    span = f", {found.runs[0].at[:10]} to {found.runs[-1].at[:10]}" if found.runs else ""
-    print(f"{word} {counted(len(found.runs), 'run')}{span}, and {counted(found.files, 'file')} that no run names")
-    for run in found.kept_for_drift:
+    verb = "would remove" if parsed.dry_run else "removed"
+    span = ""
+    if removal.runs:
+        span = f", {removal.runs[0].at[:10]} to {removal.runs[-1].at[:10]}"
+    print(f"{verb} {counted(len(removal.runs), 'run')}{span}, and {counted(removal.files, 'file')} that no run names")
+    for run in removal.kept_for_drift:
         print(f"kept: the run of {when(run.at)}, with which a device that drifts is compared")
-    print(f"{counted(found.kept, 'run')} left")
+    print(f"{counted(removal.kept, 'run')} left")
     return 0
 
 
-def _page(parsed: argparse.Namespace, history: History) -> int:
+def _write_page(parsed: argparse.Namespace, history: History) -> int:
     from consistency.capture.whole_file import write_whole
     from consistency.extras.operations.history.page import history_as_html
 
     last = _LAST if parsed.last is None else parsed.last
     page = history_as_html(history, last, place=parsed.html.parent, device=parsed.device, case=parsed.case)
     write_whole(parsed.html, [page.encode()])
-    _name_damage(history)
+    _print_damage(history)
     print(f"page: {parsed.html}")
     return 0
 
 
-def _name_damage(history: History) -> None:
+def _print_damage(history: History) -> None:
+    """Name damaged runs where a table or a page was printed without them."""
     for text in history.damage:
         print(one_line(f"damaged, left out: {text}"), file=sys.stderr)
 
@@ -149,17 +157,18 @@ INIT_EXAMPLES = (("a baseline that accepts nothing yet", "consistency baseline i
 
 
 def _add_baseline(command: Callable[..., argparse.ArgumentParser]) -> None:
-    text = "accept findings of a report, so that only new ones fail a run"
+    """Add `baseline` with its two actions."""
+    about = "accept findings of a report, so that only new ones fail a run"
     examples = (*INIT_EXAMPLES, *ACCEPT_EXAMPLES)
     statuses = {0: "written", **BAD_USE}
-    baseline = command("baseline", _accept, text, examples, statuses=statuses)
+    baseline = command("baseline", _accept, about, examples, statuses=statuses)
     action = adder(baseline.add_subparsers(title="actions", required=True, metavar="ACTION"), of_all=statuses)
 
     init = action("init", _init, "write an empty baseline", INIT_EXAMPLES)
     init.add_argument("baseline", type=Path, metavar="FILE", help="the file to write; it must not exist")
 
-    text = "add findings of a report to a baseline, which is created if it does not exist"
-    accept = action("accept", _accept, text, ACCEPT_EXAMPLES)
+    about = "add findings of a report to a baseline, which is created if it does not exist"
+    accept = action("accept", _accept, about, ACCEPT_EXAMPLES)
     accept.add_argument(
         "report",
         type=Path,

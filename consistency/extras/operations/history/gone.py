@@ -9,57 +9,66 @@ a scheduler gave out others: `changes` lists that, and it is no error.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from consistency.capture.wording import some, when
 from consistency.comparison import kinds
 from consistency.comparison.result import Finding
-from consistency.extras.operations.history.records import GoneDevice, RunRecord, WorkerRecord, digest_of
+from consistency.extras.operations.history.records import GoneDevice, RunRecord, digest_of
 from consistency.extras.operations.history.store import History
 
 
 def find_gone(history: History, run: RunRecord) -> tuple[list[Finding], tuple[GoneDevice, ...]]:
     """Return a finding for each host with fewer accelerators than before, and all of these devices."""
-    lost = _lost(history, run)
-    return [_finding(host, devices) for host, devices in lost.items()], tuple(itertools.chain(*lost.values()))
+    gone_by_host = _gone_by_host(history, run)
+    findings = [_finding(host, devices) for host, devices in gone_by_host.items()]
+    return findings, tuple(itertools.chain(*gone_by_host.values()))
 
 
-def _lost(history: History, run: RunRecord) -> dict[str, list[GoneDevice]]:
-    """Return what each host lacks that the latest run of the same variables had, or lacked too."""
-    now = _accelerators(run, run.workers)
+def _gone_by_host(history: History, run: RunRecord) -> dict[str, list[GoneDevice]]:
+    """Return the accelerators of each host that its latest earlier run had, or missed too, and this run has not.
+
+    Only a run in which the same variables showed a part of the host's devices counts.
+    """
+    # of each host, the latest run with the same variables decides, so a host is looked for until one is met
     pending = dict(run.auto)
-    found: dict[str, list[GoneDevice]] = {}
-    for earlier in history.earlier() if pending else ():
+    if not pending:
+        return {}
+    accelerators = _accelerators(run)
+    gone: dict[str, list[GoneDevice]] = {}
+    for earlier in history.earlier():
         hosts = [host for host, masks in pending.items() if earlier.auto.get(host) == masks]
-        before = _accelerators(earlier, earlier.workers) if hosts else {}
+        earlier_accelerators = _accelerators(earlier) if hosts else {}
         for host in hosts:
             del pending[host]
-            known = {one.device: one for one in earlier.gone if one.host == host} | before.get(host, {})
-            here = now.get(host, {}).keys()
-            if here < known.keys():
-                found[host] = [one for device, one in known.items() if device not in here]
+            # a device stays gone until it is back or its loss is accepted, however many runs lack it
+            expected = {device.device: device for device in earlier.gone if device.host == host}
+            expected |= earlier_accelerators.get(host, {})
+            present = accelerators.get(host, {}).keys()
+            if present < expected.keys():  # with a device that is new, the hardware was changed
+                gone[host] = [device for identity, device in expected.items() if identity not in present]
         if not pending:
             break
-    return found
+    return gone
 
 
-def _accelerators(run: RunRecord, workers: Iterable[WorkerRecord]) -> Mapping[str, dict[str, GoneDevice]]:
-    """Return the accelerators of a run by host and identity."""
-    found: dict[str, dict[str, GoneDevice]] = {}
-    for worker in workers:
+def _accelerators(run: RunRecord) -> Mapping[str, dict[str, GoneDevice]]:
+    """Return the accelerators of a run by host and identity, each as it will be recorded if it is gone later."""
+    accelerators: dict[str, dict[str, GoneDevice]] = {}
+    for worker in run.workers:
+        # a name with a kernel variant, `cuda:0@tf32`, is of the same device
         name = worker.name.partition("@")[0]
         if name.rpartition(":")[2] != "cpu":  # `cpu`, or `host:cpu` where several captures have one
-            host, device = worker.host or run.host, worker.device.partition("@")[0]
-            found.setdefault(host, {})[device] = GoneDevice(device=device, name=name, host=host, last=run.at)
-    return found
+            host, identity = worker.host or run.host, worker.device.partition("@")[0]
+            device = GoneDevice(device=identity, name=name, host=host, last=run.at)
+            accelerators.setdefault(host, {})[identity] = device
+    return accelerators
 
 
 def _finding(host: str, devices: Sequence[GoneDevice]) -> Finding:
-    last = max(one.last for one in devices)
-    names = [
-        one.name if one.device.endswith(f"/{one.name}") else f"{one.name} ({one.device})"
-        for one in sorted(devices, key=lambda one: one.name)
-    ]
+    """Return the finding that a host no longer has some devices."""
+    last = max(device.last for device in devices)
+    names = [_full_name(device) for device in sorted(devices, key=lambda device: device.name)]
     return Finding(
         kind=kinds.GONE_DEVICE,
         severity="error",
@@ -67,5 +76,10 @@ def _finding(host: str, devices: Sequence[GoneDevice]) -> Finding:
         general=f"{host} no longer has {some(names)}",
         detail=tuple(names),
         next="check it, its driver and the kernel's log; where it was removed on purpose: consistency baseline accept",
-        state=digest_of(sorted(one.device for one in devices)),
+        state=digest_of(sorted(device.device for device in devices)),
     )
+
+
+def _full_name(device: GoneDevice) -> str:
+    """Return the name of a device, with its identity where that says more than host and name."""
+    return device.name if device.device.endswith(f"/{device.name}") else f"{device.name} ({device.device})"

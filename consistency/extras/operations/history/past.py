@@ -21,13 +21,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class HistoryAndBaseline(Past):
-    """Earlier runs and accepted findings that a result is held against; there may be one of both alone."""
+    """Earlier runs and accepted findings that a result is held against; None for the one that is not given."""
 
     history: History | None = None
     baseline: Baseline | None = None
 
+    # imports are within, so that a run without a past does not wait for them
+
     def judged(self, captures: Sequence[Capture], comparison: Comparison, out: Path | None) -> Comparison:
-        """Return a comparison with what both say of it; it is added to the history.
+        """Add a run to the history; return its comparison as history and baseline judge it.
 
         `out` is the folder that its report will be in.
         """
@@ -44,7 +46,7 @@ class HistoryAndBaseline(Past):
         return with_stale(self.baseline, comparison)
 
     def accepted(self, comparison: Comparison) -> Comparison:
-        """Return a comparison without the findings that the baseline accepts."""
+        """Return a comparison in which the findings that the baseline accepts are notes."""
         if self.baseline is None:
             return comparison
         from consistency.extras.operations.history.baseline import apply
@@ -70,13 +72,13 @@ class HistoryAndBaseline(Past):
 
 def opened(history: str | os.PathLike[str] | None, baseline: str | os.PathLike[str] | None) -> HistoryAndBaseline:
     """Return the history at a folder or URL and the baseline in a file, where they are given."""
-    found = HistoryAndBaseline()
+    past = HistoryAndBaseline()
     if history is not None:
         from consistency.extras.operations.history.store import History
 
-        found = replace(found, history=History(os.fspath(history)))
+        past = replace(past, history=History(os.fspath(history)))
     if baseline is not None:
         from consistency.extras.operations.history.baseline import read_baseline
 
-        found = replace(found, baseline=read_baseline(Path(baseline)))
-    return found
+        past = replace(past, baseline=read_baseline(Path(baseline)))
+    return past

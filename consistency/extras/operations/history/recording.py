@@ -1,4 +1,4 @@
-"""A run -> what it leaves in a history: its record, and tables of digests.
+"""Make the record of a run for a history, and its tables of digests.
 
 A fleet has thousands of workers, and of each stage a few different tables of records: what is done per tensor is done
 once per table.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import hashlib
+import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -37,8 +38,8 @@ def record_of(captures: Sequence[Capture], comparison: Comparison) -> tuple[RunR
     hosts = {capture.manifest.host for capture in captures}
     run_host = captures[0].manifest.host if len(hosts) == 1 else origin.host()
     # an inference engine's file is of the moment when it was written, and need not have the bits of an earlier one
-    devices = (one for one in gather(captures) if not one.is_engine)
-    workers = _told_apart([recorder.worker(one, run_host) for one in devices], run_host)
+    device_workers = (worker for worker in gather(captures) if not worker.is_engine)
+    records = [recorder.worker_record(worker, run_host) for worker in device_workers]
     environment = comparison.workers[0].environment if comparison.workers else {}
     run = RunRecord(
         schema=SCHEMA,
@@ -47,56 +48,68 @@ def record_of(captures: Sequence[Capture], comparison: Comparison) -> tuple[RunR
         case=comparison.case,
         verdict=comparison.verdict,
         tool=captures[0].manifest.tool,
-        versions={k: environment[k] for k in ("torch", "cuda", "transformers", "peft") if environment.get(k)},
-        findings=tuple(f.message for f in comparison.findings if f.severity == "error"),
-        workers=RunWorkers.of(workers),
-        planted=any(f.kind == kinds.PLANTED for f in comparison.findings),
-        auto={
-            capture.manifest.host: facts.auto.masks
-            for capture in captures
-            if (facts := capture.manifest.host_facts) is not None and facts.auto is not None
-        },
+        versions={name: environment[name] for name in _PACKAGES if environment.get(name)},
+        findings=tuple(finding.message for finding in comparison.findings if finding.severity == "error"),
+        workers=RunWorkers.of(_with_distinct_devices(records, run_host)),
+        planted=any(finding.kind == kinds.PLANTED for finding in comparison.findings),
+        auto=_auto_masks(captures),
     )
     return run, recorder.tables
 
 
+_PACKAGES = ("torch", "cuda", "transformers", "peft")
+"""Packages whose versions a history keeps."""
+
+
+def _auto_masks(captures: Sequence[Capture]) -> dict[str, dict[str, str]]:
+    """Return the variables that show a part of the devices, by host whose devices `auto` chose."""
+    masks_by_host: dict[str, dict[str, str]] = {}
+    for capture in captures:
+        facts = capture.manifest.host_facts
+        if facts is not None and facts.auto is not None:
+            masks_by_host[capture.manifest.host] = facts.auto.masks
+    return masks_by_host
+
+
 @dataclass(frozen=True, slots=True)
 class _StageDigests:
-    """What a history keeps of a table of records."""
+    """The digests of a table of records."""
 
     bits: str  # digest of all tensors; empty where none has one
     number: int  # equal for tables with the same digest of every tensor
-    digests: tuple[tuple[Key, str], ...]  # of each tensor, sorted
-    read: tuple[str, ...]  # digests of what was in the files
+    digests: tuple[tuple[Key, str], ...]  # keys of the tensors with their digests, sorted
+    read: tuple[str, ...]  # digests of the tensors as they are in the files
 
 
-def _told_apart(workers: Sequence[WorkerRecord], run_host: str) -> tuple[WorkerRecord, ...]:
+def _with_distinct_devices(workers: Sequence[WorkerRecord], run_host: str) -> tuple[WorkerRecord, ...]:
     """Return workers with devices of their own: those of hosts that share a name are known by the captures' names.
 
     Two that counted as one would be compared with each other from run to run.
     """
     count = Counter(worker.key for worker in workers)
-    return tuple(
-        worker
-        if count[worker.key] == 1
-        else msgspec.structs.replace(worker, device=f"{worker.host or run_host}/{worker.name}")
-        for worker in workers
-    )
+    distinct = []
+    for worker in workers:
+        if count[worker.key] > 1:
+            worker = msgspec.structs.replace(worker, device=f"{worker.host or run_host}/{worker.name}")
+        distinct.append(worker)
+    return tuple(distinct)
 
 
 class _Recorder:
-    def __init__(self, ratios: Mapping[str, float]) -> None:
-        self.tables: dict[str, bytes] = {}
-        self._ratios = ratios
-        self._stages: dict[StageTable, _StageDigests] = {}
-        self._numbers: dict[tuple[tuple[Key, str], ...], int] = {}
-        self._names: dict[tuple[int, ...], str] = {}
-        self._files: dict[tuple[object, ...], str] = {}
+    """Make the records of the workers of a run; everything that workers have in common is made once."""
 
-    def worker(self, worker: ComparedWorker, run_host: str) -> WorkerRecord:
+    def __init__(self, ratios: Mapping[str, float]) -> None:
+        self.tables: dict[str, bytes] = {}  # JSON of the tables of digests, by name
+        self._ratios = ratios  # worst error/tolerance by the name of the worker
+        self._stages: dict[StageTable, _StageDigests] = {}
+        self._numbers: dict[tuple[tuple[Key, str], ...], int] = {}  # numbers of `_StageDigests`, by their digests
+        self._names: dict[tuple[int, ...], str] = {}  # names of tables, by the numbers of their stages
+        self._inputs: dict[tuple[object, ...], str] = {}  # digests of inputs, by what they are made of
+
+    def worker_record(self, worker: ComparedWorker, run_host: str) -> WorkerRecord:
         """Return the record of a worker; its table is in `tables`."""
         info, host = worker.info, worker.capture.manifest.host
-        stages = {name: self._stage(table) for name, table in worker.records.stages.items()}
+        stages = {name: self._stage_digests(table) for name, table in worker.records.stages.items()}
         ratio = self._ratios.get(worker.label)
         return WorkerRecord(
             name=worker.label,
@@ -105,17 +118,18 @@ class _Recorder:
             architecture=info.architecture,
             model=info.model,
             status=info.status,
-            software=_software(info),
-            inputs=self._inputs(worker, stages),
+            software=_software_digest(info),
+            inputs=self._inputs_digest(worker, stages),
             bits={name: stage.bits for name, stage in stages.items() if stage.bits},
-            table=self._table(tuple(stages.values())),
+            table=self._table_name(tuple(stages.values())),
             simulated=info.simulated,
             ratio=None if ratio is None else Real(ratio),
             host="" if host == run_host else host,
             driver=info.driver or "",
         )
 
-    def _stage(self, table: StageTable) -> _StageDigests:
+    def _stage_digests(self, table: StageTable) -> _StageDigests:
+        """Return the digests of a table of records."""
         if table in self._stages:
             return self._stages[table]
         bits = hashlib.blake2b(digest_size=8)
@@ -133,43 +147,47 @@ class _Recorder:
         )
         return self._stages[table]
 
-    def _table(self, stages: Sequence[_StageDigests]) -> str:
+    def _table_name(self, stages: Sequence[_StageDigests]) -> str:
         """Return the name of the table of a worker's digests, which workers with the same ones share."""
-        same = tuple(stage.number for stage in stages if stage.digests)
-        if same not in self._names:
-            digests = sorted(one for stage in stages for one in stage.digests)
+        numbers = tuple(stage.number for stage in stages if stage.digests)
+        if numbers not in self._names:
+            digests = sorted(itertools.chain.from_iterable(stage.digests for stage in stages))
             raw = encode_json({tensor_name(*key): digest for key, digest in digests})
-            self._names[same] = hashlib.sha256(raw).hexdigest()
-            self.tables[self._names[same]] = raw
-        return self._names[same]
+            self._names[numbers] = hashlib.sha256(raw).hexdigest()
+            self.tables[self._names[numbers]] = raw
+        return self._names[numbers]
 
-    def _inputs(self, worker: ComparedWorker, stages: Mapping[str, _StageDigests]) -> str:
+    def _inputs_digest(self, worker: ComparedWorker, stages: Mapping[str, _StageDigests]) -> str:
         """Return a digest of a worker's inputs: the bytes that it read, else name, size and time of each file."""
         case = worker.case
-        read = [stages[name].read if name in stages else () for name in ("base", "adapter")]
-        adapters = tuple((one.name, one.path) for one in case.adapters)
-        given = worker.info.inputs_digest, worker.info.sources
-        same = (case.dtype, case.level, *given, case.base, case.adapter, *read, adapters)
-        if same not in self._files:
-            parts: list[Any] = [case.dtype, case.level, *given]
-            parts += [
-                digests or _marks(folder) for digests, folder in zip(read, (case.base, case.adapter), strict=True)
-            ]
-            parts += [[one.name, _marks(one.path)] for one in case.adapters]
-            self._files[same] = digest_of(parts)
-        return self._files[same]
+        read_digests = [stages[name].read if name in stages else () for name in ("base", "adapter")]
+        adapters = tuple((adapter.name, adapter.path) for adapter in case.adapters)
+        options = (case.dtype, case.level, worker.info.inputs_digest, worker.info.sources)
+        # files are looked at once for all workers with the same case that read the same
+        inputs_key = (*options, case.base, case.adapter, *read_digests, adapters)
+        if inputs_key not in self._inputs:
+            inputs: list[Any] = [*options]
+            for digests, folder in zip(read_digests, (case.base, case.adapter), strict=True):
+                inputs.append(digests or _file_marks(folder))
+            for adapter in case.adapters:
+                inputs.append([adapter.name, _file_marks(adapter.path)])
+            self._inputs[inputs_key] = digest_of(inputs)
+        return self._inputs[inputs_key]
 
 
-def _software(info: WorkerInfo) -> str:
+def _software_digest(info: WorkerInfo) -> str:
     """Return a digest of what decides the bits of a worker: of an accelerator without what concerns the host alone."""
-    kind = info.name.partition("@")[0].partition(":")[0]
-    left_out = frozenset() if backend_of(kind).computes_on_host else HOST_SETTINGS
+    device_type = info.name.partition("@")[0].partition(":")[0]
+    left_out = frozenset() if backend_of(device_type).computes_on_host else HOST_SETTINGS
     settings = {name: value for name, value in info.in_force.items() if name not in left_out}
     return digest_of([info.kernel_key, info.driver, sorted(settings.items(), key=str)])
 
 
-def _marks(folder: str | None) -> list[Any]:
-    """Identify the files of a folder that no stage read completely."""
+def _file_marks(folder: str | None) -> list[Any]:
+    """Return name, size and time of the files of a folder, which no stage read completely.
+
+    Without a folder on this host, return its name alone.
+    """
     if not folder or not Path(folder).is_dir():
         return [folder]
     files = sorted(file for file in Path(folder).iterdir() if file.suffix in (".safetensors", ".bin", ".json"))

@@ -1,4 +1,4 @@
-"""What a history keeps of a run, as values."""
+"""The records that a history keeps: a run, its workers, and what was observed of them."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     drift: tuple[str, ...] = ()  # stages that differ bitwise from the earlier runs, where this has not been accepted
     simulated: bool = False
     case: str = ""  # the case of a suite; empty where the run has one case
-    verdict: str = ""  # of the device, as in `by_worker`
+    verdict: str = ""  # verdict of the device, as in `by_worker`
     ratio: Real | None = None  # worst error/tolerance on the device
     driver: str = ""  # empty for a CPU
 
     @property
     def state(self) -> bytes:
-        """Return what is equal for workers, and runs, in which the same was seen."""
-        return encode_json([getattr(self, name) for name in _SEEN])
+        """Return bytes that are equal for workers, and for runs, in which the same was observed."""
+        return encode_json([getattr(self, name) for name in _STATE_FIELDS])
 
 
 class WorkerRecord(Observation, frozen=True, kw_only=True, omit_defaults=True):
@@ -43,7 +43,7 @@ class WorkerRecord(Observation, frozen=True, kw_only=True, omit_defaults=True):
 
     name: str
     device: str  # identity that outlives the run: the device's UUID, or host and name, with the kernel variant
-    host: str = ""  # where it is not that of the run
+    host: str = ""  # empty where it is the host of the run
 
     @property
     def key(self) -> WorkerKey:
@@ -51,30 +51,35 @@ class WorkerRecord(Observation, frozen=True, kw_only=True, omit_defaults=True):
 
 
 WorkerKey = tuple[str, str, str]
-"""What the same worker has in every run: device, load path and case."""
+"""Device, load path and case: what identifies a worker in every run."""
 
 
 class RunWorkers(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The workers of a run."""
+    """The workers of a run. Thousands of workers of a fleet share a few observations, which are stored once."""
 
-    seen: tuple[Observation, ...] = ()  # what was seen, each once
+    seen: tuple[Observation, ...] = ()  # different observations
     # a row for each worker: name, identity, host where it is not that of the run, and the place in `seen`
     rows: tuple[tuple[str, str, str, int], ...] = ()
 
     def __post_init__(self) -> None:
-        if wrong := [row for row in self.rows if not 0 <= row[3] < len(self.seen)]:
-            raise ValueError(f"nothing was seen of the worker {wrong[0][0]}")
+        for name, _, _, place in self.rows:
+            if not 0 <= place < len(self.seen):
+                raise ValueError(f"nothing was seen of the worker {name}")
 
     @classmethod
     def of(cls, records: Iterable[WorkerRecord]) -> Self:
         """Make the rows of records, in their order."""
-        places: dict[bytes, tuple[int, Observation]] = {}
+        # place in `seen` of each observation, by its bytes: dicts within make an observation unhashable
+        places: dict[bytes, int] = {}
+        observations: list[Observation] = []
         rows = []
-        for one in records:
-            seen = Observation(**_observed(one))
-            place, _ = places.setdefault(encode_json(seen), (len(places), seen))
-            rows.append((one.name, one.device, one.host, place))
-        return cls(seen=tuple(seen for _, seen in places.values()), rows=tuple(rows))
+        for record in records:
+            observation = Observation(**_observation_fields(record))
+            place = places.setdefault(encode_json(observation), len(observations))
+            if place == len(observations):
+                observations.append(observation)
+            rows.append((record.name, record.device, record.host, place))
+        return cls(seen=tuple(observations), rows=tuple(rows))
 
     def __iter__(self) -> Iterator[WorkerRecord]:
         return iter(self.select())
@@ -83,24 +88,27 @@ class RunWorkers(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return len(self.rows)
 
     def select(self, devices: Collection[str] | None = None, **having: Collection[str]) -> list[WorkerRecord]:
-        """Return the workers of some devices (identities or names; None: all) `having` these values of fields."""
-        chosen = {
-            place: _observed(seen)
-            for place, seen in enumerate(self.seen)
-            if all(getattr(seen, name) in values for name, values in having.items())
-        }
+        """Return the workers of some devices (identities or names; None: all) `having` these values of fields.
+
+        `select({"cuda:0"}, inputs={digest})` returns the workers on `cuda:0` with these inputs.
+        """
+        # few observations are tested, not thousands of rows
+        fields_by_place: dict[int, dict[str, Any]] = {}
+        for place, observation in enumerate(self.seen):
+            if all(getattr(observation, name) in values for name, values in having.items()):
+                fields_by_place[place] = _observation_fields(observation)
         return [
-            WorkerRecord(name=name, device=device, host=host, **chosen[place])
+            WorkerRecord(name=name, device=device, host=host, **fields_by_place[place])
             for name, device, host, place in self.rows
-            if place in chosen and (devices is None or device in devices or name in devices)
+            if place in fields_by_place and (devices is None or device in devices or name in devices)
         ]
 
     @property
     def observed(self) -> Iterator[tuple[WorkerKey, str, Observation]]:
-        """Yield what a worker has in every run, its name, and what was seen of it."""
+        """Yield the key, the name and the observation of each worker."""
         for name, device, _, place in self.rows:
-            seen = self.seen[place]
-            yield (device, seen.load_path, seen.case), name, seen
+            observation = self.seen[place]
+            yield (device, observation.load_path, observation.case), name, observation
 
     @property
     def devices(self) -> set[str]:
@@ -115,31 +123,34 @@ class RunWorkers(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     @property
     def drifted(self) -> dict[str, str]:
         """Return the names of the devices that drifted, by identity."""
-        return {key[0]: name for key, name, seen in self.observed if seen.drift}
+        return {key[0]: name for key, name, observation in self.observed if observation.drift}
 
     @property
     def lost(self) -> int:
         """Return the number of workers that were lost."""
-        return sum(seen.status != "ok" for _, _, seen in self.observed)
+        return sum(observation.status != "ok" for _, _, observation in self.observed)
 
     @property
     def is_simulated(self) -> bool:
         """Return whether a device is simulated."""
-        return any(seen.simulated for seen in self.seen)
+        return any(observation.simulated for observation in self.seen)
 
 
-_OBSERVED = Observation.__struct_fields__
-_SEEN = tuple(name for name in _OBSERVED if name not in ("load_path", "case", "table"))  # the table follows from bits
+_FIELDS = Observation.__struct_fields__
+_STATE_FIELDS = tuple(
+    name for name in _FIELDS if name not in ("load_path", "case", "table")
+)  # the table follows from bits
 
 
-def _observed(observation: Observation) -> dict[str, Any]:
-    return {name: getattr(observation, name) for name in _OBSERVED}
+def _observation_fields(observation: Observation) -> dict[str, Any]:
+    """Return the fields of an observation; of a `WorkerRecord`, those that it shares with one."""
+    return {name: getattr(observation, name) for name in _FIELDS}
 
 
 SCHEMA = "consistency.history/2"
 
 MOST_APART = 64
-"""Devices with a row and a finding each: more than any one host has. Of more, those that are alike share one."""
+"""Devices that have a row and a finding each: more than any one host has. Of more devices, equal ones share one."""
 
 
 class GoneDevice(msgspec.Struct, frozen=True, kw_only=True):
@@ -177,9 +188,9 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     @property
     def time(self) -> datetime.datetime:
         """Return when it ended, in UTC."""
-        found = time_of(self.at)
-        assert found is not None  # or there would be no record
-        return found
+        ended = time_of(self.at)
+        assert ended is not None  # `__post_init__` refuses such a record
+        return ended
 
 
 Table = dict[str, str]

@@ -31,8 +31,8 @@ class Removal:
 
     runs: tuple[RunRecord, ...]  # the earliest first
     kept_for_drift: tuple[RunRecord, ...]  # old runs that stay, as a device that drifts is compared with them
-    files: int  # tables that nothing names any more
-    kept: int
+    files: int  # number of files that nothing names any more
+    kept: int  # number of runs that stay
 
 
 def remove_old(
@@ -54,6 +54,7 @@ def remove_old(
 
 
 def _remove_old(history: History, keep_runs: int | None, keep_days: float | None, *, dry_run: bool) -> Removal:
+    """Do the work of `remove_old`, while no other process of this host removes runs."""
     places = history.names()
     runs = list(history.runs(places))
     if history.damage or len(runs) != len(places):
@@ -63,18 +64,27 @@ def _remove_old(history: History, keep_runs: int | None, keep_days: float | None
             got="; ".join(history.damage[:3]),
             hint="remove or restore these files first",
         )
-    kept = _kept(runs, keep_runs, keep_days)
-    times = set(_needed(history, [run for run, is_kept in zip(runs, kept, strict=True) if is_kept]))
-    needed = [run.at in times and not is_kept for run, is_kept in zip(runs, kept, strict=True)]
-    stay = [is_kept or is_needed for is_kept, is_needed in zip(kept, needed, strict=True)]
-    old = [(place, run) for place, run, stays in zip(places, runs, stay, strict=True) if not stays]
-    remaining = list(itertools.compress(runs, stay))
+    is_wanted = _wanted_runs(runs, keep_runs, keep_days)
+    times_for_drift = set(_times_for_drift(history, list(itertools.compress(runs, is_wanted))))
+    old: list[tuple[str, RunRecord]] = []  # runs that go, with their paths
+    remaining: list[RunRecord] = []
+    kept_for_drift: list[RunRecord] = []
+    for place, run, wanted in zip(places, runs, is_wanted, strict=True):
+        if wanted:
+            remaining.append(run)
+        elif run.at in times_for_drift:
+            remaining.append(run)
+            kept_for_drift.append(run)
+        else:
+            old.append((place, run))
+    # the search for drift has read runs again: one of them may have been damaged since
     if history.damage:
         raise UsageError("no run is removed from a damaged history", where=history.url, got=history.damage[0])
     first = min((run.at for run in remaining), default="")
     notes = [place for place, note in unfinished(history) if note.at < first]
-    unused = [*_unused(history, remaining), *notes]
+    unused = [*_unused_files(history, remaining), *notes]
     if not dry_run:
+        # the earliest run goes first, and files only after the runs that name them
         for place, _ in reversed(old):
             history.remove(place)
         for place in unused:
@@ -82,15 +92,15 @@ def _remove_old(history: History, keep_runs: int | None, keep_days: float | None
         remove_claims(history)
     return Removal(
         runs=tuple(run for _, run in reversed(old)),
-        kept_for_drift=tuple(reversed(list(itertools.compress(runs, needed)))),
+        kept_for_drift=tuple(reversed(kept_for_drift)),
         files=len(unused),
         kept=len(remaining),
     )
 
 
-def _kept(runs: Sequence[RunRecord], keep_runs: int | None, keep_days: float | None) -> list[bool]:
+def _wanted_runs(runs: Sequence[RunRecord], keep_runs: int | None, keep_days: float | None) -> list[bool]:
     """Return for each run, given from the latest on, whether the user wants it kept."""
-    kept: list[bool] = []
+    is_wanted: list[bool] = []
     counts: dict[tuple[str, str], int] = {}
     now = datetime.datetime.now(datetime.UTC)
     for run in runs:
@@ -98,28 +108,38 @@ def _kept(runs: Sequence[RunRecord], keep_runs: int | None, keep_days: float | N
         counts[series] = counts.get(series, 0) + 1
         age = now - run.time
         is_new = keep_days is not None and age <= datetime.timedelta(days=keep_days)
-        kept.append(is_new or (keep_runs is not None and counts[series] <= keep_runs))
-    return kept
+        is_among_latest = keep_runs is not None and counts[series] <= keep_runs
+        is_wanted.append(is_new or is_among_latest)
+    return is_wanted
 
 
-def _needed(history: History, kept: Sequence[RunRecord]) -> Iterator[str]:
-    """Yield the times of the runs with which devices are compared that drifted in their latest run."""
-    seen: set[WorkerKey] = set()
-    for run in kept:
-        drifted = [worker for worker in run.workers.select(run.workers.drifted) if worker.drift]
-        drifted = [worker for worker in drifted if worker.key not in seen]
+def _times_for_drift(history: History, runs: Sequence[RunRecord]) -> Iterator[str]:
+    """Yield the times of the runs with which devices are compared that drifted in their latest run.
+
+    `runs` are those that the user wants kept, from the latest on.
+    """
+    later_workers: set[WorkerKey] = set()
+    for run in runs:
+        drifted = [
+            worker
+            for worker in run.workers.select(run.workers.drifted)
+            if worker.drift and worker.key not in later_workers
+        ]
         if drifted:
             yield from compared_with(history, msgspec.structs.replace(run, workers=RunWorkers.of(drifted)))
-        seen.update(key for key, _, _ in run.workers.observed)
+        later_workers.update(key for key, _, _ in run.workers.observed)
 
 
-def _unused(history: History, runs: Sequence[RunRecord]) -> Iterator[str]:
-    """Yield tables that these runs do not name, and what a killed writer left."""
-    named = {seen.table for run in runs for seen in run.workers.seen}
+def _unused_files(history: History, runs: Sequence[RunRecord]) -> Iterator[str]:
+    """Yield tables that these runs do not name, and files of killed writers, which are a day old."""
+    named_tables: set[str] = set()
+    for run in runs:
+        named_tables.update(observation.table for observation in run.workers.seen)
     for folder in (TABLES, RUNS):
         for place in history.files_of(folder):
             name = PurePosixPath(place)
-            is_left = name.suffix == ".tmp" or (folder != RUNS and name.stem not in named)
-            written = history.modified(place) if is_left else None
-            if written is not None and time.time() - written > _GRACE_S:
+            is_unused_table = folder != RUNS and name.stem not in named_tables
+            is_unused = name.suffix == ".tmp" or is_unused_table
+            written_s = history.modified(place) if is_unused else None
+            if written_s is not None and time.time() - written_s > _GRACE_S:
                 yield place

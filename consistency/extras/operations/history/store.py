@@ -35,8 +35,8 @@ from consistency.extras.operations.history.records import SCHEMA, RunRecord, Tab
 RUNS, TABLES, STARTED = "runs", "tables", "started"
 
 _OF_FORMER_VERSIONS = "rosters"  # the folder that only their histories have
-_WAIT_S = 600.0  # for another process that removes old runs: of thousands, that takes minutes
-_MOST_FINDINGS = 64  # in a record: the report has all
+_WAIT_S = 600.0  # time to wait for another process that removes old runs: thousands take minutes
+_MOST_FINDINGS = 64  # findings in a record: the report has all
 
 
 class History:
@@ -46,8 +46,10 @@ class History:
         self.url = url
         self._fs, self._root = open_store(url, "cannot open the history")
         protocol = self._fs.protocol
-        self._is_local = "file" in ((protocol,) if isinstance(protocol, str) else protocol)
-        self.damage: list[str] = []
+        protocols = (protocol,) if isinstance(protocol, str) else protocol
+        self._is_local = "file" in protocols
+        self.damage: list[str] = []  # names of damaged runs that were met, with the reasons
+        # runs that `earlier` has read, and the iterator of those after them
         self._read: list[RunRecord] = []
         self._unread: Iterator[RunRecord] | None = None
         with remote_errors("cannot read the history", url):
@@ -60,7 +62,7 @@ class History:
         return sorted((name for name in self.files_of(RUNS) if name.endswith(".json")), reverse=True)
 
     def files_of(self, folder: str) -> list[str]:
-        """Return the files of a folder of the history, with their paths."""
+        """Return the files in a folder of the history, with their paths."""
         with remote_errors("cannot read the history", self.url):
             self._fs.invalidate_cache()  # a listing from before another run was added
             try:
@@ -76,7 +78,10 @@ class History:
             raise UsageError(f"there is no history at {self.url}: `consistency run --history` starts one")
 
     def runs(self, names: Sequence[str] | None = None) -> Iterator[RunRecord]:
-        """Yield runs, the latest first; a damaged one is left out and named in `damage`."""
+        """Yield runs, the latest first; a damaged one is left out and named in `damage`.
+
+        With `names`, which are paths as `names()` returns them, yield these runs in their order.
+        """
         for name in self.names() if names is None else names:
             with remote_errors("cannot read the history", name):
                 try:
@@ -127,10 +132,12 @@ class History:
             for folder in (RUNS, TABLES, STARTED):
                 remove_leftovers(Path(self._root, folder))
         self.put_tables(tables)
-        more = len(run.findings) - _MOST_FINDINGS
-        findings = run.findings if more <= 0 else (*run.findings[:_MOST_FINDINGS], f"and {more} more findings")
-        self.put_run(RUNS, msgspec.structs.replace(run, findings=findings))
-        self._read, self._unread = [], None
+        left_out = len(run.findings) - _MOST_FINDINGS
+        if left_out > 0:
+            findings = (*run.findings[:_MOST_FINDINGS], f"and {left_out} more findings")
+            run = msgspec.structs.replace(run, findings=findings)
+        self.put_run(RUNS, run)
+        self._read, self._unread = [], None  # `earlier` starts again, with this run
 
     def put_run(self, folder: str, run: RunRecord, name: str = "") -> str:
         """Write the record of a run to a folder of the history; return its path there."""
@@ -149,7 +156,7 @@ class History:
             yield
 
     def local(self, place: str) -> Path | None:
-        """Return a file of the history as a path of this host; None where it is elsewhere."""
+        """Return the path of a file of the history on this host; None where the history is at a URL."""
         return Path(place) if self._is_local else None
 
     def put_tables(self, tables: dict[str, bytes]) -> None:
@@ -169,6 +176,7 @@ class History:
             self._fs.rm_file(place)
 
     def _content(self, place: str) -> bytes:
+        """Return the bytes of a file; on disk it is bounded, and has to be a regular one."""
         return read_regular(Path(place)) if self._is_local else bytes(self._fs.cat_file(place))
 
     def _put(self, folder: str, name: str, raw: bytes) -> None:
@@ -186,9 +194,13 @@ class History:
 
 
 DID_NOT_END, RUNNING = "did not end", "running"
-"""What is said of such a run in place of a verdict. Of one on another host's disk it is not known which."""
+"""Words in place of the verdict of a run that started and has no entry.
+
+It is not known which of both holds for a run on another host's disk.
+"""
 
 NO_ENTRY = "has not ended"
+"""The verdict in the note of a run, until the run ends or stops."""
 
 
 @contextmanager
@@ -221,7 +233,7 @@ def noted(history: History, case: str, *, report: str = "") -> Iterator[None]:
 
 
 def remove_claims(history: History) -> None:
-    """Remove what killed processes left of the claims of notes that are gone."""
+    """Remove the claims that killed processes left, where their notes are gone."""
     for place in history.files_of(STARTED):
         path = history.local(place)
         if path is not None and path.name.endswith(CLAIM):
@@ -231,10 +243,14 @@ def remove_claims(history: History) -> None:
 
 
 def unfinished(history: History) -> Iterator[tuple[str, RunRecord]]:
-    """Yield the notes of runs without an entry with their paths, the latest first."""
-    for place in sorted((name for name in history.files_of(STARTED) if name.endswith(".json")), reverse=True):
+    """Yield the notes of runs without an entry with their paths, the latest first.
+
+    The verdict of a note says how its run stands: `RUNNING`, `DID_NOT_END`, or `NO_ENTRY` where that is not known.
+    """
+    places = sorted((name for name in history.files_of(STARTED) if name.endswith(".json")), reverse=True)
+    for place in places:
         path = history.local(place)
-        held = None if path is None else is_held(claim_of(path))
+        is_claimed = None if path is None else is_held(claim_of(path))
         for note in history.runs([place]):
-            known = {True: RUNNING, False: DID_NOT_END, None: note.verdict}[held]
-            yield place, msgspec.structs.replace(note, verdict=known)
+            verdict = {True: RUNNING, False: DID_NOT_END, None: note.verdict}[is_claimed]
+            yield place, msgspec.structs.replace(note, verdict=verdict)

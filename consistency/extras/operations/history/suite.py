@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import platform
 from collections.abc import Sequence
 
@@ -27,8 +28,8 @@ class SuiteEntry:
     def __init__(self, history: History, baseline: Baseline | None = None) -> None:
         self._history = history
         self._baseline = baseline
-        self._workers: list[WorkerRecord] = []
-        self._first: RunRecord | None = None
+        self._workers: list[WorkerRecord] = []  # workers of all cases so far
+        self._first: RunRecord | None = None  # record of the first case
 
     def add(self, name: str, captures: Sequence[Capture], comparison: Comparison) -> Comparison:
         """Add a case; return its comparison with a finding for each device that has drifted in this case."""
@@ -38,13 +39,13 @@ class SuiteEntry:
         try:
             pinned = all_pinned(captures)
             judged, record = judge_drift(self._history, record, tables, comparison, self._baseline, pinned=pinned)
+            # without an entry that names them they change nothing
             self._history.put_tables(tables)
         except CaptureError as error:
             return unjudged(comparison, self._baseline, error)
-        comparison = judged
         self._workers.extend(record.workers)
         self._first = self._first or record
-        return comparison
+        return judged
 
     def commit(self, suite: SuiteResult, *, report: str = "") -> SuiteResult:
         """Append the entry: verdict and findings are the suite's, host and versions those of its first case.
@@ -54,16 +55,17 @@ class SuiteEntry:
         first = self._first or RunRecord(
             schema=SCHEMA, at=suite.created, host=platform.node(), case="", verdict="", tool=__version__
         )
-        findings = [f.message for f in common_findings(suite.cases) if f.severity == "error"]
+        errors = [finding for finding in common_findings(suite.cases) if finding.severity == "error"]
+        all_findings = itertools.chain.from_iterable(case.findings for case in suite.cases)
         entry = msgspec.structs.replace(
             first,
             case=suite.name,
             verdict=suite.verdict,
-            findings=tuple(findings),
+            findings=tuple(finding.message for finding in errors),
             workers=RunWorkers.of(self._workers),
             cases={case.name: case.verdict for case in suite.cases},
             report=report,
-            planted=any(finding.kind == kinds.PLANTED for case in suite.cases for finding in case.findings),
+            planted=any(finding.kind == kinds.PLANTED for finding in all_findings),
         )
         try:
             self._history.append(entry, {})

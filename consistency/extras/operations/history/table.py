@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,9 +22,10 @@ from consistency.report.ranges import patterns
 from consistency.text import one_line
 
 _MOST_FINDING = 100  # characters of a finding in a line
-_MOST_DRIFTED = 6  # names in a line
-_MOST_NAMES = 16  # of devices that drifted, in a row
-_MOST_DEVICES, _RECENT = 64, 30  # named where one is not known, and of how many runs
+_MOST_DRIFTED = 6  # names of devices that drifted in a line
+_MOST_NAMES = 16  # names of devices that drifted in a `RunRow`
+_MOST_DEVICES = 64  # names of devices in the message that a device is unknown
+_RECENT = 30  # runs whose devices that message names
 
 
 class RunRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,10 +61,15 @@ class DeviceRow(msgspec.Struct, frozen=True, kw_only=True):
 def run_rows(history: History, last: int) -> list[RunRow]:
     """Return the last runs, the latest first, also those that did not end; all of them where `last` is 0."""
     names = history.names()
-    rows = [_run_row(run) for run in history.runs(names[:last] if last else names)]
+    rows = [_run_row(run) for run in history.runs(_latest(names, last))]
     rows += [_run_row(note) for _, note in unfinished(history)]
     rows.sort(key=lambda row: row.at, reverse=True)
     return rows[:last] if last else rows
+
+
+def _latest(names: list[str], last: int) -> list[str]:
+    """Return the names of the last runs, all where `last` is 0."""
+    return names[:last] if last else names
 
 
 def _run_row(run: RunRecord) -> RunRow:
@@ -91,21 +98,22 @@ def device_rows(history: History, device: str, last: int, case: str | None = Non
         No run has it.
     """
     rows: list[DeviceRow] = []
-    before: dict[tuple[str, ...], WorkerRecord] = {}
-    letters: dict[tuple[str, ...], dict[str, str]] = {}
+    earlier_workers: dict[tuple[str, ...], WorkerRecord] = {}
+    letters: dict[tuple[str, ...], dict[str, str]] = {}  # letters of digests, by worker and stage
     cases: set[str] = set()
     names = history.names()
+    # the earliest first, so that a digest has the same letter however many rows are asked for
     for run in history.runs(names[::-1]):
         for worker in run.workers.select({device}):
-            name = worker.case or run.case
-            cases.add(name)
-            if case not in (None, name):
+            case_name = worker.case or run.case
+            cases.add(case_name)
+            if case not in (None, case_name):
                 continue
-            key = (worker.case, worker.device, worker.load_path)
+            worker_key = (worker.case, worker.device, worker.load_path)
             bits = {}
             for stage, digest in worker.bits.items():
-                seen = letters.setdefault((*key, stage), {})
-                bits[stage] = seen.setdefault(digest, letter(len(seen)))
+                letter_by_digest = letters.setdefault((*worker_key, stage), {})
+                bits[stage] = letter_by_digest.setdefault(digest, letter(len(letter_by_digest)))
             row = DeviceRow(
                 at=run.at,
                 host=run.host,
@@ -113,19 +121,18 @@ def device_rows(history: History, device: str, last: int, case: str | None = Non
                 device=worker.device,
                 load_path=worker.load_path,
                 status=worker.status,
-                case=name,
+                case=case_name,
                 bits=bits,
-                change=_change(before.get(key), worker),
+                change=_change(earlier_workers.get(worker_key), worker),
             )
             rows.append(row)
-            before[key] = worker
+            earlier_workers[worker_key] = worker
     if cases and not rows:
         raise UsageError("no run has this case on the device", where="--case", got=case, wanted=some(sorted(cases)))
     if not rows:
-        known = set().union(*(run.workers.devices for run in history.runs(names[:_RECENT])))
-        raise UsageError(
-            "no run has this device", where="--device", got=device, wanted=some(sorted(known), _MOST_DEVICES) or "none"
-        )
+        devices = set().union(*(run.workers.devices for run in history.runs(names[:_RECENT])))
+        wanted = some(sorted(devices), _MOST_DEVICES) or "none"
+        raise UsageError("no run has this device", where="--device", got=device, wanted=wanted)
     rows.sort(key=lambda row: row.at, reverse=True)  # the cases of a run stay in their order
     return rows[:last] if last else rows
 
@@ -137,10 +144,10 @@ def print_runs(rows: list[RunRow], console: Console) -> None:
         plain_cells(
             when(row.at),
             row.host,
-            row.case + (f" ({counted(len(row.cases), 'case')})" if row.cases else ""),
+            _case_cell(row),
             row.verdict,
-            f"{row.devices}" + (f" ({row.lost} lost)" if row.lost else ""),
-            _drifted(row),
+            _devices_cell(row),
+            _drift_cell(row),
             row.versions.get("torch"),
             _first_finding(row),
         )
@@ -153,40 +160,49 @@ def print_runs(rows: list[RunRow], console: Console) -> None:
 
 def print_device(rows: list[DeviceRow], device: str, console: Console) -> None:
     """Print one device from run to run."""
-    stages = list(dict.fromkeys(stage for row in rows for stage in row.bits))
+    stages = list(dict.fromkeys(itertools.chain.from_iterable(row.bits for row in rows)))
     titles = ("run", "case", "name", "load path", "status", *stages, "changed since the run before")
-    cells = [
-        plain_cells(
-            when(row.at),
-            row.case,
-            row.name,
-            row.load_path,
-            row.status,
-            *(row.bits.get(stage) for stage in stages),
-            row.change,
-        )
-        for row in rows
-    ]
+    cells = []
+    for row in rows:
+        letters = [row.bits.get(stage) for stage in stages]
+        cells.append(plain_cells(when(row.at), row.case, row.name, row.load_path, row.status, *letters, row.change))
     with without_trailing_blanks(console):
         console.print(f"{one_line(device)}: equal letters are bitwise equal results\n")
         print_rows(console, titles, cells)
+
+
+def _case_cell(row: RunRow) -> str:
+    """Return the name of a case, or of a suite with the number of its cases."""
+    return f"{row.case} ({counted(len(row.cases), 'case')})" if row.cases else row.case
+
+
+def _devices_cell(row: RunRow) -> str:
+    """Return the number of devices, and of workers that were lost."""
+    return f"{row.devices} ({row.lost} lost)" if row.lost else f"{row.devices}"
 
 
 def _first_finding(row: RunRow) -> str:
     return textwrap.shorten(row.findings[0], _MOST_FINDING, placeholder=" …") if row.findings else ""
 
 
-def _drifted(row: RunRow) -> str:
-    more = row.drifted_devices - _MOST_DRIFTED
-    return f"{', '.join(row.drifted[:_MOST_DRIFTED])} {and_more(more)}" if more > 0 else ", ".join(row.drifted)
+def _drift_cell(row: RunRow) -> str:
+    """Return the first devices that drifted, and the number of the others."""
+    left_out = row.drifted_devices - _MOST_DRIFTED
+    if left_out <= 0:
+        return ", ".join(row.drifted)
+    return f"{', '.join(row.drifted[:_MOST_DRIFTED])} {and_more(left_out)}"
 
 
 def _change(before: WorkerRecord | None, now: WorkerRecord) -> str:
-    parts = [f"drift in {', '.join(now.drift)}"] if now.drift else []
-    if before is not None:
-        parts += ["other software"] if before.software != now.software else []
-        parts += ["other inputs"] if before.inputs != now.inputs else []
-    return "; ".join(parts)
+    """Return what changed on a worker since its run before; empty where nothing did."""
+    changes = []
+    if now.drift:
+        changes.append(f"drift in {', '.join(now.drift)}")
+    if before is not None and before.software != now.software:
+        changes.append("other software")
+    if before is not None and before.inputs != now.inputs:
+        changes.append("other inputs")
+    return "; ".join(changes)
 
 
 _MOST_PATTERNS = 4
@@ -194,14 +210,13 @@ _MOST_PATTERNS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Phrase:
-    """What a table says of a change."""
+    """The words of a table for a kind of change."""
 
-    alone: str
-    before_detail: str = ""
-    """What stands before the detail, where there is one and it is said."""
+    alone: str  # words for a change without a detail
+    before_detail: str = ""  # words before the detail; empty where the table leaves the detail out
 
     def about(self, detail: str) -> str:
-        """Return what is said of a change with a detail, which may be empty."""
+        """Return the words for a change with a detail, which may be empty."""
         return f"{self.before_detail}{detail}" if detail and self.before_detail else self.alone
 
 
@@ -216,6 +231,7 @@ _PHRASES = {
 }
 
 _POINTS = frozenset({ChangeKind.SOFTWARE, ChangeKind.INPUTS, ChangeKind.NEW})
+"""Kinds of changes at a moment, which have no end; the others last until a run without them."""
 
 
 class ChangeRow(Change, frozen=True, kw_only=True):
@@ -227,6 +243,7 @@ class ChangeRow(Change, frozen=True, kw_only=True):
 
     @property
     def began(self) -> str:
+        """Return the time of the first run with it; it may be older than the history."""
         return when(self.since) + (" or earlier" if self.before is None else "")
 
     @property
@@ -238,17 +255,23 @@ class ChangeRow(Change, frozen=True, kw_only=True):
 
     @property
     def cells(self) -> tuple[str, str, str, str]:
-        """Return since when, until when, what, and which devices."""
-        until = "" if self.kind in _POINTS else "now" if self.until is None else when(self.until)
-        what = _PHRASES[self.kind].about(self.detail)
-        names = some(self.workers, _MOST_PATTERNS)
-        return self.began, until, what, names if self.devices == 1 else f"{counted(self.devices, 'device')}: {names}"
+        """Return the cells of a line: begin, end, change and devices."""
+        if self.kind in _POINTS:
+            until = ""
+        elif self.until is None:
+            until = "now"
+        else:
+            until = when(self.until)
+        devices = some(self.workers, _MOST_PATTERNS)
+        if self.devices != 1:
+            devices = f"{counted(self.devices, 'device')}: {devices}"
+        return self.began, until, _PHRASES[self.kind].about(self.detail), devices
 
 
 def change_rows(history: History, last: int) -> list[ChangeRow]:
     """Return what changed over the last runs, or over all of them where `last` is 0: the latest change first."""
-    names = history.names()
-    return [ChangeRow.of(one) for one in changes(history.runs(list(reversed(names[:last] if last else names))))]
+    earliest_first = reversed(_latest(history.names(), last))
+    return [ChangeRow.of(change) for change in changes(history.runs(list(earliest_first)))]
 
 
 def print_changes(rows: Sequence[ChangeRow], console: Console) -> None:

@@ -28,8 +28,8 @@ from consistency.worker.recorder import KEEP_BYTES
 
 _TELL_S = 1.0
 _NOTE_S = 5.0
-"""How often the parent is told, and how often state and condition are noted: what a worker that dies leaves behind is
-no older."""
+"""Seconds between two messages to the parent, and between two notes of state and condition: the last note of a worker
+that dies is no older."""
 
 _QUARTERS = 4
 
@@ -72,10 +72,11 @@ class Soaking:
         self._asked_s = asked_s
         self._began_s = time.monotonic()
         self._told_s = self._noted_s = 0.0
-        self._repeats = self._changes = 0
-        self._memory: list[int] = []
+        self._repeats = 0  # completed repeats
+        self._changes = 0  # changed tensors at the last note
+        self._memory: list[int] = []  # bytes after the second repeat, and of each quarter
         self._conditions: dict[str, Condition] = {}
-        self._unread: str | None = None
+        self._unread: str | None = None  # why the device's condition cannot be read
         self._load: Busy | None = None
         self._ledger = Ledger(context.record, context.record.digests, condition=self._read)
         self._counts: dict[Stage, int] = {}
@@ -93,7 +94,8 @@ class Soaking:
 
     def run(self) -> None:
         """Repeat until the time is up."""
-        with busy(self._context.device) if self._context.job.case.load else nullcontext() as self._load:
+        keeping_busy = busy(self._context.device) if self._context.job.case.load else nullcontext()
+        with keeping_busy as self._load:
             self._began_s = time.monotonic()
             self._conditions["first"] = self._read(0)
             while self._stages and not self._is_over():
@@ -105,6 +107,7 @@ class Soaking:
             self._note(complete=True)
 
     def _repeat(self, *, to_the_end: bool = False) -> None:
+        """Compute all stages once more; unless `to_the_end`, stop between two tensors when the time is up."""
         self._ledger.begin(self._repeats + 1)
         to_the_end = to_the_end or self._repeats == 0
         for stage, again in self._stages.items():
@@ -120,6 +123,7 @@ class Soaking:
         self._measure()
 
     def _is_over(self) -> bool:
+        """Return whether the time is up, and one repeat was completed."""
         return time.monotonic() - self._began_s >= self._asked_s and self._repeats > 0
 
     def _tell(self) -> None:
@@ -128,9 +132,12 @@ class Soaking:
         elapsed_s, changed = now_s - self._began_s, self._ledger.any.count
         if now_s - self._told_s >= _TELL_S:
             self._told_s = now_s
-            left = duration_text(max(1.0, round(self._asked_s - elapsed_s)))
-            text = f"repeat {self._repeats + 1}, {left} left" + (f", {changed} differ" if changed else "")
+            remaining = duration_text(max(1.0, round(self._asked_s - elapsed_s)))
+            text = f"repeat {self._repeats + 1}, {remaining} left"
+            if changed:
+                text += f", {changed} differ"
             self._context.events.step(text, min(int(elapsed_s), int(self._asked_s)), max(1, int(self._asked_s)))
+        # a new change is noted at once, as far as changes are kept one by one
         is_new = self._changes != changed <= MOST_NUMBERS
         if is_new or now_s - self._noted_s >= _NOTE_S:
             self._changes, self._noted_s = changed, now_s
@@ -138,6 +145,8 @@ class Soaking:
             self._note()
 
     def _note(self, *, complete: bool = False) -> None:
+        """Write the state of the soak to the capture."""
+        repeated = [self._ledger.stage(stage, count) for stage, count in self._counts.items()]
         self._update(
             Soak(
                 asked_s=self._asked_s,
@@ -145,7 +154,7 @@ class Soaking:
                 repeats=self._repeats,
                 changed=self._ledger.any.summary(),
                 complete=complete,
-                stages=(*(self._ledger.stage(stage, n) for stage, n in self._counts.items()), *self._skipped),
+                stages=(*repeated, *self._skipped),
                 changes=self._ledger.changes(),
                 load=None if self._load is None else self._load.summary(),
                 conditions=tuple(self._conditions.values()),
@@ -159,12 +168,12 @@ class Soaking:
         """Read what the device reports of itself, and keep its hottest moment."""
         is_cpu = self._context.device.type == "cpu"
         readings, self._unread = read_cpu() if is_cpu else read_gpu(self._uuid)
-        found = Condition(at=now(), repeat=repeat, readings=readings)
+        condition = Condition(at=now(), repeat=repeat, readings=readings)
         hottest = self._conditions.get("hottest")
-        heat = readings.get("temperature_c")
-        if heat is not None and (hottest is None or heat > hottest.readings["temperature_c"]):
-            self._conditions["hottest"] = found
-        return found
+        temperature_c = readings.get("temperature_c")
+        if temperature_c is not None and (hottest is None or temperature_c > hottest.readings["temperature_c"]):
+            self._conditions["hottest"] = condition
+        return condition
 
     def _measure(self) -> None:
         """Measure the process's memory after the second repeat, once in each quarter of the time, and after the last.
@@ -186,10 +195,12 @@ class Soaking:
 
 
 def _allocated(device: torch.device) -> int:
+    """Return the bytes that torch has allocated on an accelerator; 0 for a CPU."""
     return 0 if device.type == "cpu" else Allocator(device.type).figures(device).allocated or 0
 
 
 def _why_not(spec: StageSpec, recorded: set[str]) -> str:
+    """Return why a stage is not repeated; empty where it is."""
     if not spec.again:
         return "it states facts, which are checked once"
     return "" if spec.stage in recorded else "the first run compared nothing of it"

@@ -27,9 +27,10 @@ FORMATS = {
     "prometheus": "metrics for node_exporter's textfile collector",
     "json": "status.json, with age_s, stale and state",
 }
+"""Formats of the output with their help."""
 
 
-_STATUSES = {
+_EXIT_STATUSES = {
     0: "consistent",
     1: "inconsistent",
     2: "nothing was checked, no result, or bad usage",
@@ -40,7 +41,7 @@ _STATUSES = {
 def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     """Add the command."""
     about = "print the last result in one line or as metrics, for monitoring"
-    parser = command("status", _status, about, EXAMPLES, statuses=_STATUSES)
+    parser = command("status", _status, about, EXAMPLES, statuses=_EXIT_STATUSES)
     parser.add_argument("report", type=Path, metavar="DIR", help="the --out folder of a run; of dated runs, the latest")
     parser.add_argument(
         "--format",
@@ -56,7 +57,6 @@ def _status(parsed: argparse.Namespace) -> int:
     from datetime import UTC, datetime
 
     from consistency.case.duration import parse_duration
-    from consistency.extras.operations.status.printed import NAGIOS, NO_RESULT, no_result_line
     from consistency.extras.operations.status.reading import read_status
 
     try:
@@ -65,44 +65,51 @@ def _status(parsed: argparse.Namespace) -> int:
     except ConsistencyError as error:
         if parsed.format == "prometheus":
             raise  # metrics of an earlier result stay, and their time says how old they are
-        said = ", wanted ".join(filter(None, [error.what, error.parts.get("wanted")]))
-        _put(parsed, _no_result(error) if parsed.format == "json" else no_result_line(said, parsed.format))
-        return NAGIOS["UNKNOWN"] if parsed.format == "nagios" else NO_RESULT
-    text, exit_status = _shown(parsed.format, status, status.age_s(datetime.now(UTC)), max_age_s)
-    _put(parsed, text)
+        text, exit_status = _without_result(parsed.format, error)
+    else:
+        text, exit_status = _with_result(parsed.format, status, status.age_s(datetime.now(UTC)), max_age_s)
+    _write(parsed, text)
     return exit_status
 
 
-def _shown(form: str, status: Status, age_s: float, max_age_s: float | None) -> tuple[str, int]:
-    """Return what a format prints, and the exit status."""
+def _with_result(form: str, status: Status, age_s: float, max_age_s: float | None) -> tuple[str, int]:
+    """Return a result in a format, and the exit status."""
     from consistency.extras.operations.status import printed
 
-    stale = printed.is_stale(age_s, max_age_s)
-    state = printed.state(status, stale=stale)
+    is_stale = printed.is_stale(age_s, max_age_s)
+    state = printed.state(status, stale=is_stale)
     if form == "nagios":
         return printed.nagios_line(status, age_s, max_age_s), printed.NAGIOS[state]
-    exit_status = printed.STALE if stale else status.exit_status
+    exit_status = printed.STALE if is_stale else status.exit_status
     if form == "prometheus":
-        from consistency.extras.operations.status.printed import metrics
-
-        return "\n".join(metrics(status, stale=None if max_age_s is None else stale)), exit_status
+        stale = None if max_age_s is None else is_stale
+        return "\n".join(printed.metrics(status, stale=stale)), exit_status
     if form == "json":
         import msgspec
 
         from consistency.capture.json_codec import encode_json
 
-        table = {**msgspec.structs.asdict(status), "age_s": round(age_s, 3), "stale": stale, "state": state}
+        table = {**msgspec.structs.asdict(status), "age_s": round(age_s, 3), "stale": is_stale, "state": state}
         return encode_json(table, indent=1).decode(), exit_status
     return printed.text_line(status, age_s, max_age_s), exit_status
 
 
-def _no_result(error: ConsistencyError) -> str:
-    from consistency.capture.json_codec import encode_json
+def _without_result(form: str, error: ConsistencyError) -> tuple[str, int]:
+    """Return in a format why there is no result, and the exit status."""
+    from consistency.extras.operations.status.printed import NAGIOS, NO_RESULT, no_result_line
 
-    return encode_json({"state": "UNKNOWN", "error": error.parts}, indent=1).decode()
+    if form == "json":
+        from consistency.capture.json_codec import encode_json
+
+        return encode_json({"state": "UNKNOWN", "error": error.parts}, indent=1).decode(), NO_RESULT
+    message = ", wanted ".join(filter(None, [error.what, error.parts.get("wanted")]))
+    # Nagios reads 2 as CRITICAL, but nothing is known of the devices
+    exit_status = NAGIOS["UNKNOWN"] if form == "nagios" else NO_RESULT
+    return no_result_line(message, form), exit_status
 
 
-def _put(parsed: argparse.Namespace, text: str) -> None:
+def _write(parsed: argparse.Namespace, text: str) -> None:
+    """Write a text to the file that is asked for, or print it."""
     if parsed.out is None:
         print(text)
         return

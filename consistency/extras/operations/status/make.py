@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime
-import functools
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -32,57 +32,61 @@ from consistency.report.sentences import sentence
 _SEVERITIES = ("error", "warning", "note")
 
 MOST_DEVICES = 64
+"""Devices that are written one by one, whatever their verdict: as many as a report has in full."""
 """As many are written one by one, whatever their verdict: as many as a report has in full."""
 
 
 class _Head(msgspec.Struct):
-    """What a report states beside its result."""
+    """The facts of a report beside its result."""
 
     tool: str = ""
 
 
-def render(found: Comparison | SuiteResult, _: View) -> Iterator[bytes]:
+def render(result: Comparison | SuiteResult, _: View) -> Iterator[bytes]:
     """Yield `status.json`, or `suite-status.json`."""
-    yield encode_json(of_suite(found) if isinstance(found, SuiteResult) else of_comparison(found), indent=1) + b"\n"
+    status = of_suite(result) if isinstance(result, SuiteResult) else of_comparison(result)
+    yield encode_json(status, indent=1) + b"\n"
 
 
-def of_comparison(found: Comparison, *, created: datetime.datetime | None = None, tool: str = __version__) -> Status:
+def of_comparison(
+    comparison: Comparison, *, created: datetime.datetime | None = None, tool: str = __version__
+) -> Status:
     """Return the status of a run; `created` is for one that does not state its own time."""
-    ratios = worst_ratios(found)
+    ratios = worst_ratios(comparison)
     return Status(
         schema=SCHEMA,
         tool=tool,
-        created=_created(found) or created or _now(),
-        host=found.host or _host(found.workers),
-        case=found.case,
-        verdict=found.verdict,
-        exit_status=found.exit_status,
-        sentence=sentence(found),
-        reason=_reason(found.findings),
-        marks=tuple(_marks(found.simulated, found.findings)),
-        profile=found.profile,
-        settings=found.settings,
-        elapsed_s=found.elapsed_s,
+        created=_created(comparison) or created or _now(),
+        host=comparison.host or _host(comparison.workers),
+        case=comparison.case,
+        verdict=comparison.verdict,
+        exit_status=comparison.exit_status,
+        sentence=sentence(comparison),
+        reason=_reason(comparison.findings),
+        marks=tuple(_marks(comparison.simulated, comparison.findings)),
+        profile=comparison.profile,
+        settings=comparison.settings,
+        elapsed_s=comparison.elapsed_s,
         ratio=_worst(ratios.values()),
-        findings=_count(found.findings),
-        accepted=sum(f.accepted is not None for f in found.findings),
-        workers=dict(Counter(worker.status for worker in found.workers)),
-        **_devices(found.workers, verdicts(found.workers, found.findings), ratios),
-        command=found.command,
+        findings=_count_by_severity(comparison.findings),
+        accepted=sum(finding.accepted is not None for finding in comparison.findings),
+        workers=dict(Counter(worker.status for worker in comparison.workers)),
+        **_device_fields(comparison.workers, verdicts(comparison.workers, comparison.findings), ratios),
+        command=comparison.command,
     )
 
 
 def of_suite(suite: SuiteResult, *, created: datetime.datetime | None = None, tool: str = __version__) -> Status:
     """Return the status of a suite; a device's is that of its worst case, and `created` as of a run."""
     findings = common_findings(suite.cases)
-    workers = [worker for case in suite.cases for worker in case.workers]
-    ratios: dict[str, float] = {}
-    found: dict[str, Verdict] = {}
+    workers = list(itertools.chain.from_iterable(case.workers for case in suite.cases))
+    worst_ratio: dict[str, float] = {}  # of each device, over all cases
+    worst_verdict: dict[str, Verdict] = {}
     for case in suite.cases:
         for name, ratio in case.ratios.items():
-            ratios[name] = worse(float(ratio), ratios.get(name))
+            worst_ratio[name] = worse(float(ratio), worst_ratio.get(name))
         for name, verdict in verdicts(case.workers, case.findings).items():
-            found[name] = min(verdict, found.get(name, verdict), key=WORST_FIRST.index)
+            worst_verdict[name] = min(verdict, worst_verdict.get(name, verdict), key=WORST_FIRST.index)
     first = suite.cases[0] if suite.cases else None
     return Status(
         schema=SCHEMA,
@@ -98,11 +102,11 @@ def of_suite(suite: SuiteResult, *, created: datetime.datetime | None = None, to
         profile=first.profile if first else "",
         settings=first.settings if first else (),
         elapsed_s=suite.elapsed_s,
-        ratio=_worst(ratios.values()),
-        findings=_count(findings),
-        accepted=sum(c.accepted for c in suite.cases),
+        ratio=_worst(worst_ratio.values()),
+        findings=_count_by_severity(findings),
+        accepted=sum(case.accepted for case in suite.cases),
         workers=dict(Counter(worker.status for worker in workers)),
-        **_devices(workers, found, ratios),
+        **_device_fields(workers, worst_verdict, worst_ratio),
         cases={case.name: case.verdict for case in suite.cases},
     )
 
@@ -116,8 +120,8 @@ def of_file(path: Path, root: Path | None = None) -> Status:
     return of_comparison(read_report(raw), created=created, tool=tool)
 
 
-def _devices(
-    workers: Iterable[WorkerSummary], found: Mapping[str, Verdict], ratios: Mapping[str, float]
+def _device_fields(
+    workers: Iterable[WorkerSummary], verdict_by_worker: Mapping[str, Verdict], ratios: Mapping[str, float]
 ) -> dict[str, Any]:
     """Return the fields of a status about devices: all of few; of many, those that are not consistent."""
     devices: dict[tuple[str, str], DeviceStatus] = {}
@@ -129,36 +133,39 @@ def _devices(
             architecture=worker.architecture,
             model=worker.model,
             uuid=worker.uuid,
-            verdict=found[worker.name],
+            verdict=verdict_by_worker[worker.name],
             ratio=None if ratio is None else Real(ratio),
             simulated=worker.simulated,
         )
+        # a device has a worker per load path, and in a suite per case
         devices.setdefault((worker.host, worker.name), device)
-    everything = tuple(devices.values())
-    shown = everything
-    if len(everything) > MOST_DEVICES:
-        shown = tuple(device for device in everything if device.verdict != "consistent")
+    all_devices = tuple(devices.values())
+    listed = all_devices
+    if len(all_devices) > MOST_DEVICES:
+        listed = tuple(device for device in all_devices if device.verdict != "consistent")
     return {
-        "devices": shown,
-        "devices_left_out": len(everything) - len(shown),
-        "device_classes": tuple(_classes(everything)),
+        "devices": listed,
+        "devices_left_out": len(all_devices) - len(listed),
+        "device_classes": tuple(_classes(all_devices)),
     }
 
 
 def _classes(devices: Iterable[DeviceStatus]) -> Iterator[DeviceClass]:
-    of_kinds = gathered(((one.architecture, one.model, one.verdict), one) for one in devices)
-    for (architecture, model, verdict), same in of_kinds.items():
+    """Yield the classes of devices: one for each model and verdict."""
+    classes = gathered(((device.architecture, device.model, device.verdict), device) for device in devices)
+    for (architecture, model, verdict), devices_of_class in classes.items():
         yield DeviceClass(
             architecture=architecture,
             model=model,
             verdict=verdict,
-            count=len(same),
-            simulated=any(one.simulated for one in same),
-            ratio=_worst(one.ratio for one in same if one.ratio is not None),
+            count=len(devices_of_class),
+            simulated=any(device.simulated for device in devices_of_class),
+            ratio=_worst(device.ratio for device in devices_of_class if device.ratio is not None),
         )
 
 
 def _marks(simulated: bool, findings: Iterable[Finding]) -> Iterator[str]:
+    """Yield what keeps a result from describing hardware."""
     if any(finding.kind == kinds.PLANTED for finding in findings):
         yield "planted fault"
     if simulated:
@@ -166,26 +173,40 @@ def _marks(simulated: bool, findings: Iterable[Finding]) -> Iterator[str]:
 
 
 def _reason(findings: Sequence[Finding]) -> str:
-    """Return the first error, or the first warning: what is lost, then the order of findings, but for software."""
-    found = (f for f in findings if f.severity != "note")
-    worst = sorted(found, key=lambda f: (_SEVERITIES.index(f.severity), not is_unseen(f.kind)))
-    return worst[0].message if worst else ""
+    """Return the message of the first error, or of the first warning where there is no error; empty without either.
+
+    Of several errors, one about unchecked parts comes first, then the order of findings counts.
+    """
+    serious = (finding for finding in findings if finding.severity != "note")
+    first = min(serious, key=_reason_order, default=None)
+    return "" if first is None else first.message
 
 
-def _count(findings: Iterable[Finding]) -> dict[str, int]:
-    found = Counter(finding.severity for finding in findings)
-    return {severity: found[severity] for severity in _SEVERITIES}  # type: ignore[index]  # all that there are
+def _reason_order(finding: Finding) -> tuple[int, bool]:
+    return _SEVERITIES.index(finding.severity), not is_unseen(finding.kind)
+
+
+def _count_by_severity(findings: Iterable[Finding]) -> dict[str, int]:
+    """Return the number of findings of each severity, also of those without any."""
+    counts = Counter(finding.severity for finding in findings)
+    return {severity: counts[severity] for severity in _SEVERITIES}  # type: ignore[index]  # all that there are
 
 
 def _worst(ratios: Iterable[float]) -> Real | None:
-    known: float | None = functools.reduce(lambda one, ratio: worse(ratio, one), ratios, None)
-    return None if known is None else Real(known)
+    """Return the largest ratio; NaN is larger than any number, and None stands for no ratio at all."""
+    worst: float | None = None
+    for ratio in ratios:
+        worst = worse(ratio, worst)
+    return None if worst is None else Real(worst)
 
 
-def _created(found: Comparison) -> datetime.datetime | None:
-    """Return when a result was made: of captures that were made apart, when the oldest of them was."""
-    times = [source.created for source in found.sources] if found.captures else []
-    times = times or ([found.created] if found.created is not None else [])
+def _created(comparison: Comparison) -> datetime.datetime | None:
+    """Return when a result was made; of captures that were made apart, when the oldest of them was."""
+    times = []
+    if comparison.captures:
+        times = [source.created for source in comparison.sources]
+    if not times and comparison.created is not None:
+        times = [comparison.created]
     return min(filter(None, map(time_of, times)), default=None)
 
 
@@ -194,8 +215,10 @@ def _now() -> datetime.datetime:
 
 
 def _written(path: Path) -> datetime.datetime:
+    """Return when a file was written."""
     return datetime.datetime.fromtimestamp(path.stat().st_mtime, datetime.UTC)
 
 
 def _host(workers: Iterable[WorkerSummary]) -> str:
+    """Return the host of the first worker that has one, else this host."""
     return next((worker.host for worker in workers if worker.host), origin.host())

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 
 from consistency.case.duration import duration_text
 from consistency.comparison.kinds import EXIT_STATUS
-from consistency.extras.operations.status.record import CLOCK_SKEW_S, DeviceStatus, Status
+from consistency.extras.operations.status.record import CLOCK_SKEW_S, DeviceClass, DeviceStatus, Status
 from consistency.text import one_line
 
 MOST_BYTES = 80
@@ -56,21 +56,31 @@ def is_stale(age_s: float, max_age_s: float | None) -> bool:
 def text_line(status: Status, age_s: float, max_age_s: float | None) -> str:
     """Return the line for people."""
     word = "STALE" if is_stale(age_s, max_age_s) else status.verdict.upper()
-    head = _cut(_ascii(" ".join([word, *(f"[{mark}]" for mark in status.marks), status.case])), _MOST_HEAD)
-    return _line(f"{head}: ", _what(status, age_s, max_age_s), f" ({_ago(age_s)})")
+    marks = [f"[{mark}]" for mark in status.marks]
+    head = _cut(_ascii(" ".join([word, *marks, status.case])), _MOST_HEAD)
+    return _line(f"{head}: ", _message(status, age_s, max_age_s), f" ({_age_text(age_s)})")
 
 
 def nagios_line(status: Status, age_s: float, max_age_s: float | None) -> str:
     """Return the line for Nagios and what descends from it; performance data is in it as far as it fits."""
     word = state(status, stale=is_stale(age_s, max_age_s))
-    ratio = [f"ratio={_perf(status.ratio)};;1"] if status.ratio is not None else []
-    needed = "".join(f" | {one}" for one in ratio) if word == "OK" else ""
+    figures = [f"age={max(age_s, 0):.0f}s", f"findings={sum_of(status)}"]
+    ratio = "" if status.ratio is None else f"ratio={_perf(status.ratio)};;1"
+    # of a good result the ratio is kept and the message cut; of any other the message matters more
+    tail = ""
+    if ratio and word == "OK":
+        tail = f" | {ratio}"
+    elif ratio:
+        figures.insert(0, ratio)
     marks = "".join(f"[{mark}] " for mark in status.marks)
-    line = _line(f"CONSISTENCY {word} - {marks}", _what(status, age_s, max_age_s).replace("|", "/"), needed)
-    separator = " " if needed else " | "
-    for one in [*(ratio if not needed else []), f"age={max(age_s, 0):.0f}s", f"findings={sum_of(status)}"]:
-        if len(line) + len(separator) + len(one) <= MOST_BYTES:
-            line, separator = f"{line}{separator}{one}", " "
+    # a bar would begin the performance data
+    message = _message(status, age_s, max_age_s).replace("|", "/")
+    line = _line(f"CONSISTENCY {word} - {marks}", message, tail)
+    separator = " " if tail else " | "
+    for figure in figures:
+        if len(line) + len(separator) + len(figure) <= MOST_BYTES:
+            line = f"{line}{separator}{figure}"
+            separator = " "
     return line
 
 
@@ -82,11 +92,12 @@ def no_result_line(message: str, form: str) -> str:
 
 
 def sum_of(status: Status) -> int:
-    """Return how many findings are no notes."""
+    """Return how many errors and warnings there are."""
     return sum(count for severity, count in status.findings.items() if severity != "note")
 
 
-def _what(status: Status, age_s: float, max_age_s: float | None) -> str:
+def _message(status: Status, age_s: float, max_age_s: float | None) -> str:
+    """Return the reason of a bad result, the sentence of a good one, or why a stale one does not count."""
     if is_stale(age_s, max_age_s):
         assert max_age_s is not None
         if age_s < 0:
@@ -101,20 +112,24 @@ def _line(head: str, text: str, tail: str) -> str:
     return head + _cut(_ascii(text), MOST_BYTES - len(head) - len(tail)) + tail
 
 
-def _cut(text: str, room: int) -> str:
-    """Cut a text, where possible behind a clause."""
-    if len(text) <= room:
+def _cut(text: str, most: int) -> str:
+    """Return a text of at most so many characters, cut behind a clause where that keeps more than half of it."""
+    if len(text) <= most:
         return text
-    kept = text[: room - 3]
-    clause = max(kept.rfind("; "), kept.rfind(" - "))
-    return (kept[:clause] if clause > room // 2 else kept.rstrip()) + "..."
+    start = text[: most - 3]
+    clause_end = max(start.rfind("; "), start.rfind(" - "))
+    if clause_end > most // 2:
+        return start[:clause_end] + "..."
+    return start.rstrip() + "..."
 
 
 def _ascii(text: str) -> str:
+    """Return a text in printable ASCII; other characters are written in another way, or as `?`."""
     return one_line(text.translate(_PLAIN)).encode("ascii", "replace").decode()
 
 
-def _ago(age_s: float) -> str:
+def _age_text(age_s: float) -> str:
+    """Return an age in its largest whole unit: 26 hours are `1d ago`."""
     size, unit = next(((size, unit) for size, unit in _UNITS if age_s >= size), _UNITS[-1])
     return f"{max(age_s, 0) // size:.0f}{unit} ago"
 
@@ -125,6 +140,7 @@ def _perf(value: float) -> str:
 
 
 Sample = tuple[dict[str, str], float]
+"""Labels and value."""
 
 _ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
 
@@ -132,14 +148,15 @@ _ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
 def metrics(status: Status, *, stale: bool | None) -> Iterator[str]:
     """Yield the lines; `stale` is None where nobody said how old a result may be."""
     for name, text, samples in _families(status, stale):
-        found = [f"{name}{_written_labels(labels)} {_number(value)}" for labels, value in samples]
-        if found:
+        lines = [f"{name}{_written_labels(labels)} {_number(value)}" for labels, value in samples]
+        if lines:
             yield f"# HELP {name} {text}"
             yield f"# TYPE {name} gauge"
-            yield from found
+            yield from lines
 
 
 def _families(status: Status, stale: bool | None) -> Iterator[tuple[str, str, Iterable[Sample]]]:
+    """Yield the families of metrics: name, help, and samples."""
     run = {"Hostname": status.host, "case": status.case}
     devices = [(_device_labels(status, device), device) for device in status.devices]
     yield (
@@ -156,13 +173,7 @@ def _families(status: Status, stale: bool | None) -> Iterator[tuple[str, str, It
         "consistency_devices",
         "Devices of the last run by model and verdict; of many, only those that are not consistent have series of "
         "their own.",
-        [
-            (
-                {**run, "architecture": one.architecture, "modelName": one.model, "verdict": one.verdict},
-                one.count,
-            )
-            for one in status.device_classes
-        ],
+        [(_class_labels(run, devices), devices.count) for devices in status.device_classes],
     )
     yield (
         "consistency_bound_ratio",
@@ -199,10 +210,19 @@ def _families(status: Status, stale: bool | None) -> Iterator[tuple[str, str, It
     )
 
 
+def _class_labels(run: dict[str, str], devices: DeviceClass) -> dict[str, str]:
+    """Return the labels of the series of a class of devices; `run` are those of the run."""
+    return {**run, "architecture": devices.architecture, "modelName": devices.model, "verdict": devices.verdict}
+
+
 def _device_labels(status: Status, device: DeviceStatus) -> dict[str, str]:
-    number = device.name.rpartition(":")[2].partition("@")[0]  # of `cuda:1@tf32`, and of `host-a:cuda:1`
-    labels = {"gpu": number} if number.isdigit() else {}
-    labels |= {"UUID": device.uuid} if device.uuid else {}
+    """Return the labels of the series of a device."""
+    labels: dict[str, str] = {}
+    number = device.name.rpartition(":")[2].partition("@")[0]  # `1` in `cuda:1@tf32`, and in `host-a:cuda:1`
+    if number.isdigit():
+        labels["gpu"] = number
+    if device.uuid:
+        labels["UUID"] = device.uuid
     return {
         **labels,
         "modelName": device.model,
@@ -213,7 +233,9 @@ def _device_labels(status: Status, device: DeviceStatus) -> dict[str, str]:
 
 
 def _written_labels(labels: dict[str, str]) -> str:
-    return "{" + ",".join(f'{name}="{value.translate(_ESCAPES)}"' for name, value in labels.items()) + "}"
+    """Return labels as the text format has them: `{gpu="1",case="night"}`."""
+    pairs = [f'{name}="{value.translate(_ESCAPES)}"' for name, value in labels.items()]
+    return "{" + ",".join(pairs) + "}"
 
 
 def _number(value: float) -> str:

@@ -17,7 +17,7 @@ from consistency.errors import UsageError
 from consistency.extras.operations.status.record import SCHEMA, Status
 from consistency.report.runs import REFUSED, REPORT, RUN_STATUS, SUITE, SUITE_STATUS, latest_run
 
-_OF_REPORT = {REPORT: RUN_STATUS, SUITE: SUITE_STATUS}
+_STATUS_OF_REPORT = {REPORT: RUN_STATUS, SUITE: SUITE_STATUS}
 
 
 def read_status(path: Path) -> Status:
@@ -32,16 +32,17 @@ def read_status(path: Path) -> Status:
     folder = path.parent if root is None else latest_run(path)
     if root is not None and (root / REFUSED).exists():
         raise UsageError(f"the last run has no result: {read_regular(root / REFUSED, root).decode(errors='replace')}")
-    reports = [folder / name for name in _OF_REPORT if (folder / name).exists()]
+    reports = [folder / name for name in _STATUS_OF_REPORT if (folder / name).exists()]
     if not reports:
         raise UsageError(f"no result at {path}", wanted=f"the --out folder of a run, or {REPORT}")
     report = max(reports, key=_written_ns)
-    small = report.with_name(_OF_REPORT[report.name])
-    if small.exists() and _written_ns(small) >= _written_ns(report):  # or else a run was killed between the two
+    status_file = report.with_name(_STATUS_OF_REPORT[report.name])
+    # an older status is of an earlier run: the last one was killed between report and status
+    if status_file.exists() and _written_ns(status_file) >= _written_ns(report):
         with suppress(OSError, ValueError, RecursionError, msgspec.DecodeError):  # the report says the same
-            found = decode_json(read_regular(small, root), Status)
-            if found.schema == SCHEMA:
-                return found
+            status = decode_json(read_regular(status_file, root), Status)
+            if status.schema == SCHEMA:
+                return status
     from consistency.extras.operations.status import make
 
     try:

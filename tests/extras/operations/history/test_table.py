@@ -56,7 +56,7 @@ def test_a_stage_that_was_left_out_is_no_other_result() -> None:
 def test_a_run_without_results_has_no_letter() -> None:
     (line,) = table(run(0, worker("cuda:0")), run(1, worker("cuda:0", bits={}, status="lost", verdict="incomplete")))
     assert letters(line) == "A–"
-    assert "bits" not in str(line.cells[1] and line.cells[1].said)
+    assert "bits" not in str(line.cells[1] and line.cells[1].description)
 
 
 def test_other_software_and_other_inputs_are_marked_once() -> None:

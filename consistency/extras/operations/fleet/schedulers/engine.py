@@ -1,7 +1,7 @@
 """The seam between a fleet and the scheduler of its cluster: one task per node, watched and cancelled one by one.
 
-A node reports its progress itself (`capture/node_status.py`), and delivers its capture itself. An engine starts it, and
-knows what the node cannot say: that it still waits, or that it is down.
+A node reports its progress itself (`capture/node_status.py`), and delivers its capture itself. A scheduler (`--engine`)
+starts it, and knows what the node cannot say: that it still waits, or that it is down.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from consistency.extras.operations.fleet.schedulers.options import ENGINES, Flee
 
 
 class Standing(StrEnum):
-    """What an engine knows of the task of a node."""
+    """The state of the task of a node, as its scheduler knows it."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -29,7 +29,7 @@ class Standing(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskState:
-    """The task of a node, as its engine sees it; `reason` is in the engine's words."""
+    """The task of a node, as its scheduler sees it; `reason` is in the scheduler's words."""
 
     standing: Standing
     reason: str = ""
@@ -37,17 +37,17 @@ class TaskState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeTask:
-    """What a node has to do."""
+    """The command that a node has to run."""
 
     node: str
     command: Sequence[str]
     """Run in the working directory of the fleet, on the whole node."""
     log: Path | None
-    """Where its output goes; None where there is no folder that all nodes see."""
+    """The file for its output; None where there is no folder that all nodes see."""
 
 
 class EngineError(Exception):
-    """The engine did not answer; it may the next time."""
+    """The scheduler did not answer; it may the next time."""
 
 
 class FleetEngine(Protocol):
@@ -69,7 +69,7 @@ class FleetEngine(Protocol):
         Raises
         ------
         UsageError
-            The engine refuses it.
+            The scheduler refuses it.
         """
         ...
 
@@ -79,12 +79,12 @@ class FleetEngine(Protocol):
         Raises
         ------
         EngineError
-            The engine does not answer now.
+            The scheduler does not answer now.
         """
         ...
 
     def about(self, node: str) -> str:
-        """Return what the engine says of a node that has fallen silent; empty where it knows of nothing."""
+        """Return the state of a silent node in the scheduler's words; empty where it knows none."""
         ...
 
     def cancel(self, nodes: Iterable[str]) -> None:
@@ -93,6 +93,6 @@ class FleetEngine(Protocol):
 
 
 def fleet_engine(options: FleetOptions) -> FleetEngine:
-    """Return a new engine."""
-    found: FleetEngine = pkgutil.resolve_name(ENGINES[options.engine])(options)
-    return found
+    """Return a new connection to the scheduler that the options name."""
+    engine: FleetEngine = pkgutil.resolve_name(ENGINES[options.engine])(options)
+    return engine

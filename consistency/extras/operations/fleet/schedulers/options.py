@@ -1,4 +1,4 @@
-"""What a user can set about a fleet, each declared once; what is checked on its nodes is in `case/options.py`."""
+"""The options of a fleet, each declared once; options of the case that its nodes check are in `case/options.py`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ ENGINES: dict[str, str] = {
     "slurm": "consistency.extras.operations.fleet.schedulers.slurm:SlurmEngine",
     "ray": "consistency.extras.operations.fleet.schedulers.ray:RayEngine",
 }
-"""By name, where the class of each engine is; it is made with the options of the fleet."""
+"""Places of the classes of schedulers, by name; one is made with the options of the fleet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

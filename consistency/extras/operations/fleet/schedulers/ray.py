@@ -16,6 +16,8 @@ from consistency.extras.operations.fleet.schedulers.engine import EngineError, N
 from consistency.extras.operations.fleet.schedulers.options import FleetOptions
 
 _CANCEL_S = 10.0  # a task that was cancelled ends its process, which ends its workers
+_MOST_UNKNOWN = 6  # unknown names in an error
+_MOST_REASON = 200  # characters of the reason of a node's death
 
 _VISIBILITY = ["ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", *filter(None, (b.visibility for b in BACKENDS.values()))]
 """Variables that Ray may set to nothing for a task that requests no accelerator, which hides all of them from it."""
@@ -35,8 +37,8 @@ class RayEngine:
             raise UsageError("Ray is not installed", where="--engine ray", hint=hint) from None
         self._ray = ray
         self._options = options
-        self._tasks: dict[str, Any] = {}
-        self._ended: dict[str, str] = {}
+        self._tasks: dict[str, Any] = {}  # Ray's tasks by node
+        self._end_reasons: dict[str, str] = {}  # how tasks have ended, by node
 
     def nodes(self, given: str | None) -> tuple[str, ...]:
         try:
@@ -54,93 +56,110 @@ class RayEngine:
                 got=first_line(error),
                 hint="run it on a node of the cluster, or set RAY_ADDRESS",
             ) from None
-        known = self._known()
+        cluster_nodes = self._cluster_nodes()
         if given in (None, "all"):
-            return tuple(sorted(name for name, node in known.items() if node["Alive"]))
+            return tuple(sorted(name for name, node in cluster_nodes.items() if node["Alive"]))
         assert given is not None
-        names = tuple(dict.fromkeys(name.strip() for name in given.split(",") if name.strip()))
-        strangers = [name for name in names if name not in known]
-        if strangers or not names:
-            raise UsageError("no such node", where="--nodes", got=" ".join(strangers[:6]), wanted=", ".join(known))
+        words = (word.strip() for word in given.split(","))
+        names = tuple(dict.fromkeys(word for word in words if word))
+        unknown_names = [name for name in names if name not in cluster_nodes]
+        if unknown_names or not names:
+            got, wanted = " ".join(unknown_names[:_MOST_UNKNOWN]), ", ".join(cluster_nodes)
+            raise UsageError("no such node", where="--nodes", got=got, wanted=wanted)
         return names
 
     def submit(self, task: NodeTask) -> None:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        node = self._known()[task.node]
+        node = self._cluster_nodes()[task.node]
         if not node["Alive"]:
-            self._ended[task.node] = _death(node)
+            self._end_reasons[task.node] = _death_reason(node)
             return
-        resources = node["Resources"]
+        cpus = node["Resources"].get("CPU", 0) if self._options.exclusive else 0
         remote = self._ray.remote(
             max_retries=0,
             max_calls=1,  # a process of its own
-            num_cpus=resources.get("CPU", 0) if self._options.exclusive else 0,
+            num_cpus=cpus,
             num_gpus=self._options.gpus or 0,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node["NodeID"], soft=False),
         )(_program())
         log = None if task.log is None else str(task.log)
-        hidden = [] if self._options.gpus else _VISIBILITY
-        self._tasks[task.node] = remote.remote(list(task.command), os.getcwd(), log, python_path(), hidden)
+        # with accelerators requested, Ray's choice of them stands; without, Ray may have hidden all
+        visibility = [] if self._options.gpus else _VISIBILITY
+        self._tasks[task.node] = remote.remote(list(task.command), os.getcwd(), log, python_path(), visibility)
 
     def poll(self) -> Mapping[str, TaskState]:
         try:
-            known = self._known()
-            over, _ = self._ray.wait(list(self._tasks.values()), num_returns=len(self._tasks), timeout=0)
+            cluster_nodes = self._cluster_nodes()
+            ended_tasks, _ = self._ray.wait(list(self._tasks.values()), num_returns=len(self._tasks), timeout=0)
         except Exception as error:  # Ray raises kinds of several modules
             raise EngineError(f"Ray: {first_line(error)}") from None
         for node, task in self._tasks.items():
-            if task in over and node not in self._ended:
-                self._ended[node] = self._outcome(task)
-            elif node not in self._ended and not known[node]["Alive"]:
-                self._ended[node] = _death(known[node])
-        waiting = TaskState(standing=Standing.WAITING)
-        ended = {node: TaskState(standing=Standing.ENDED, reason=reason) for node, reason in self._ended.items()}
-        return {**dict.fromkeys(self._tasks, waiting), **ended}
+            if node in self._end_reasons:
+                continue
+            if task in ended_tasks:
+                self._end_reasons[node] = self._end_reason(task)
+            elif not cluster_nodes[node]["Alive"]:
+                self._end_reasons[node] = _death_reason(cluster_nodes[node])
+        # a task that has not ended counts as waiting: Ray does not say whether it runs, its node does
+        states = dict.fromkeys(self._tasks, TaskState(standing=Standing.WAITING))
+        for node, reason in self._end_reasons.items():
+            states[node] = TaskState(standing=Standing.ENDED, reason=reason)
+        return states
 
     def about(self, node: str) -> str:
         try:
-            found = self._known().get(node)
+            facts = self._cluster_nodes().get(node)
         except Exception as error:  # as above
             return f"Ray: {first_line(error)}"
-        return "" if found is None else f"Ray: node is {'alive' if found['Alive'] else 'dead'}"
+        if facts is None:
+            return ""
+        return "Ray: node is alive" if facts["Alive"] else "Ray: node is dead"
 
     def cancel(self, nodes: Iterable[str]) -> None:
-        tasks = [self._tasks[node] for node in nodes if node in self._tasks and node not in self._ended]
+        tasks = [self._tasks[node] for node in nodes if node in self._tasks and node not in self._end_reasons]
         for task in tasks:
             self._ray.cancel(task, force=False)  # it ends its process, then itself
         if tasks:
-            _, left = self._ray.wait(tasks, num_returns=len(tasks), timeout=_CANCEL_S)
-            for task in left:
+            _, running_tasks = self._ray.wait(tasks, num_returns=len(tasks), timeout=_CANCEL_S)
+            for task in running_tasks:
                 self._ray.cancel(task, force=True)  # its process gets SIGTERM when its parent dies
 
-    def _outcome(self, task: Any) -> str:
+    def _end_reason(self, task: Any) -> str:
+        """Return how a task has ended."""
         try:
             return f"its task ended: exit status {self._ray.get(task)}"
         except Exception as error:  # as above
             return f"its task ended: {first_line(error)}"
 
-    def _known(self) -> dict[str, dict[str, Any]]:
-        """Return the nodes by name: the one that they were started with, else the host's, else the address."""
-        found: dict[str, dict[str, Any]] = {}
-        nodes = sorted(self._ray.nodes(), key=lambda node: node["Alive"])  # of one name, the one that is alive
+    def _cluster_nodes(self) -> dict[str, dict[str, Any]]:
+        """Return Ray's facts of the nodes by name.
+
+        The name is the one that a node was started with, else its host's, else its address, where several nodes have
+        that host.
+        """
+        facts_by_name: dict[str, dict[str, Any]] = {}
+        # of several nodes with one name, the one that is alive comes last and stays
+        nodes = sorted(self._ray.nodes(), key=lambda node: node["Alive"])
         hosts = [node["NodeManagerHostname"] for node in nodes if node["Alive"]]
         for node in nodes:
             name, host, address = node["NodeName"], node["NodeManagerHostname"], node["NodeManagerAddress"]
-            found[name if name not in ("", address) else host if hosts.count(host) < 2 else address] = node
-        return found
+            if name in ("", address):  # Ray's name for a node that was started without one
+                name = host if hosts.count(host) < 2 else address
+            facts_by_name[name] = node
+        return facts_by_name
 
 
-def _death(node: Mapping[str, Any]) -> str:
+def _death_reason(node: Mapping[str, Any]) -> str:
     """Return that a node is dead, and why: a drained one ends as soon as it runs nothing."""
-    why = " ".join(str(node.get("DeathReasonMessage") or "").split())[:200]
-    return f"its node is dead ({why})" if why else "its node is dead"
+    reason = " ".join(str(node.get("DeathReasonMessage") or "").split())[:_MOST_REASON]
+    return f"its node is dead ({reason})" if reason else "its node is dead"
 
 
 def _program() -> Any:
-    """Return what a task does; a function within a function travels as code, so a node needs no tool to receive it."""
+    """Return the function that a task runs: a function within a function travels as code, so nodes need no tool."""
 
-    def run(command: list[str], folder: str, log: str | None, path: dict[str, str], hidden: list[str]) -> int:
+    def run(command: list[str], folder: str, log: str | None, path: dict[str, str], visibility: list[str]) -> int:
         import ctypes
         import os
         import pathlib
@@ -149,7 +168,7 @@ def _program() -> Any:
         import time
 
         environment = {**os.environ, **path}
-        for name in hidden:
+        for name in visibility:
             if environment.get(name) == "":
                 del environment[name]
 

@@ -20,10 +20,12 @@ from consistency.extras.operations.fleet.schedulers.options import FleetOptions
 _ANSWER_S = 60.0  # a busy controller answers within Slurm's MessageTimeout, 10 s; its clients try a few times
 _KILL_S = 10.0  # srun passes a signal on and waits for its task, which may be frozen
 _AT_ONCE = 500  # names or numbers in one command line
+_MOST_UNKNOWN = 6  # unknown names in an error
 
 _UNUSABLE = ("down", "drain", "fail", "error", "inval", "unknown")
-"""How the states of a node begin that takes no job; one that is `idle~` is only switched off."""
+"""Beginnings of the states of a node that takes no job; one that is `idle~` is only switched off."""
 
+# states of jobs: those in neither of these have ended
 _WAITS = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD")
 _RUNS = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "RESIZING", "SIGNALING", "STAGE_OUT")
 
@@ -33,12 +35,12 @@ class SlurmEngine:
 
     def __init__(self, options: FleetOptions) -> None:
         self._options = options
-        self._name = f"consistency-{uuid.uuid4().hex[:8]}"
-        self._allocation = os.environ.get("SLURM_JOB_ID")
-        self._jobs: dict[str, str] = {}
-        self._steps: dict[str, subprocess.Popen[str]] = {}
-        self._said: dict[str, str] = {}  # by srun of a step that has ended
-        self._unusable: dict[str, str] = {}
+        self._name = f"consistency-{uuid.uuid4().hex[:8]}"  # name of all jobs, by which they are found
+        self._allocation = os.environ.get("SLURM_JOB_ID")  # None outside an allocation
+        self._jobs: dict[str, str] = {}  # job numbers by node
+        self._steps: dict[str, subprocess.Popen[str]] = {}  # processes of srun by node
+        self._step_errors: dict[str, str] = {}  # errors that srun printed about steps that have ended, by node
+        self._unusable: dict[str, str] = {}  # states of unusable nodes at the last poll
 
     def nodes(self, given: str | None) -> tuple[str, ...]:
         if given is None:
@@ -49,20 +51,20 @@ class SlurmEngine:
                     wanted="a list as Slurm writes it, or all",
                     hint="inside an allocation, its nodes are the default",
                 )
-        partition = self._options.partition
-        known = self._known()
-        if not known:
+        cluster_nodes = self._cluster_nodes()
+        if not cluster_nodes:
+            partition = self._options.partition
             raise UsageError("no such partition, or one without nodes", where="--partition", got=partition)
         if given == "all":
-            return known
+            return cluster_nodes
         names = tuple(dict.fromkeys(_asked("scontrol", "show", "hostnames", given, where="--nodes").split()))
-        strangers = [name for name in names if name not in known]
-        if strangers or not names:
+        unknown_names = [name for name in names if name not in cluster_nodes]
+        if unknown_names or not names:
             raise UsageError(
-                "no such node" if strangers else "no node",
+                "no such node" if unknown_names else "no node",
                 where="--nodes",
-                got=" ".join(strangers[:6]) or given,
-                wanted=_asked("scontrol", "show", "hostlist", ",".join(known)).strip(),
+                got=" ".join(unknown_names[:_MOST_UNKNOWN]) or given,
+                wanted=_asked("scontrol", "show", "hostlist", ",".join(cluster_nodes)).strip(),
             )
         return names
 
@@ -71,44 +73,48 @@ class SlurmEngine:
             self._start_step(task)
             return
         script = f"#!/bin/sh\nexec {shlex.join(task.command)}\n"
-        words = ["sbatch", "--parsable", f"--job-name={self._name}", "--no-requeue", *self._placed(task)]
-        answer = _asked(*words, given=script, where=f"sbatch for node {task.node}")
+        words = ["sbatch", "--parsable", f"--job-name={self._name}", "--no-requeue", *self._common_arguments(task)]
+        answer = _asked(*words, stdin=script, where=f"sbatch for node {task.node}")
         self._jobs[task.node] = answer.strip().partition(";")[0]
 
     def poll(self) -> Mapping[str, TaskState]:
         if self._allocation is not None:
-            return {node: self._of_step(node, step) for node, step in self._steps.items()}
-        # by name, because a number that the controller has forgotten would be an error
-        listed = _answer("squeue", "-h", "-t", "all", f"--name={self._name}", "-o", "%i|%T|%r")
-        rows = {parts[0]: parts for line in listed.splitlines() if len(parts := line.split("|", 2)) == 3}
-        waiting = [node for node, job in self._jobs.items() if rows.get(job, ("", ""))[1] in _WAITS]
-        before, self._unusable = self._unusable, self._unusable_of(waiting)
-        found = {}
+            return {node: self._step_state(node, step) for node, step in self._steps.items()}
+        rows = self._queue_rows()
+        waiting = []
+        for node, job in self._jobs.items():
+            if job in rows and rows[job][0] in _WAITS:
+                waiting.append(node)
+        # a node that restarts is down for a moment, so it has to be unusable at two polls
+        unusable_before, self._unusable = self._unusable, _unusable_nodes(waiting)
+        states = {}
         for node, job in self._jobs.items():
             if job not in rows:
-                found[node] = TaskState(standing=Standing.ENDED, reason="its job has left the queue")
+                states[node] = TaskState(standing=Standing.ENDED, reason="its job has left the queue")
                 continue
-            _, state, reason = rows[job]
+            state, reason = rows[job]
             if state in _RUNS:
-                found[node] = TaskState(standing=Standing.RUNNING)
+                states[node] = TaskState(standing=Standing.RUNNING)
             elif state not in _WAITS:
-                found[node] = TaskState(standing=Standing.ENDED, reason=f"its job ended: {state}, {reason}")
-            elif node in self._unusable and node in before:  # twice: a node that restarts is down for a moment
-                found[node] = TaskState(standing=Standing.DOWN, reason=self._unusable[node])
+                states[node] = TaskState(standing=Standing.ENDED, reason=f"its job ended: {state}, {reason}")
+            elif node in self._unusable and node in unusable_before:
+                states[node] = TaskState(standing=Standing.DOWN, reason=self._unusable[node])
             else:
-                found[node] = TaskState(standing=Standing.WAITING, reason="" if reason == "None" else reason)
-        return found
+                states[node] = TaskState(standing=Standing.WAITING, reason="" if reason == "None" else reason)
+        return states
 
     def about(self, node: str) -> str:
         try:
-            found = _states([node]).get(node, "")
+            state = _node_states([node]).get(node, "")
         except EngineError as error:
             return str(error)
-        return f"Slurm: {found}" if found else ""
+        return f"Slurm: {state}" if state else ""
 
     def cancel(self, nodes: Iterable[str]) -> None:
         nodes = list(nodes)
-        for step in (steps := [self._steps[node] for node in nodes if node in self._steps]):
+        steps = [self._steps[node] for node in nodes if node in self._steps]
+        # all are told first, and waited for after that, so that they end side by side
+        for step in steps:
             if step.poll() is None:
                 step.terminate()  # srun cancels its step
         for step in steps:
@@ -120,11 +126,26 @@ class SlurmEngine:
         for start in range(0, len(jobs), _AT_ONCE):
             _run("scancel", "--quiet", *jobs[start : start + _AT_ONCE])
 
-    def _known(self) -> tuple[str, ...]:
-        where = [] if self._options.partition is None else [f"--partition={self._options.partition}"]
-        return tuple(dict.fromkeys(_asked("sinfo", "-h", "-N", "-o", "%N", *where, where="--engine slurm").split()))
+    def _cluster_nodes(self) -> tuple[str, ...]:
+        """Return the nodes of the partition, or of all."""
+        partition = [] if self._options.partition is None else [f"--partition={self._options.partition}"]
+        answer = _asked("sinfo", "-h", "-N", "-o", "%N", *partition, where="--engine slurm")
+        return tuple(dict.fromkeys(answer.split()))
+
+    def _queue_rows(self) -> dict[str, tuple[str, str]]:
+        """Return state and reason of the jobs in the queue, by number."""
+        # asked by name, because a number that the controller has forgotten would be an error
+        answer = _answer("squeue", "-h", "-t", "all", f"--name={self._name}", "-o", "%i|%T|%r")
+        rows = {}
+        for line in answer.splitlines():
+            cells = line.split("|", 2)
+            if len(cells) == 3:
+                job, state, reason = cells
+                rows[job] = (state, reason)
+        return rows
 
     def _start_step(self, task: NodeTask) -> None:
+        """Start a job step; srun stays until it has ended."""
         words = [
             "srun",
             f"--jobid={self._allocation}",
@@ -134,7 +155,7 @@ class SlurmEngine:
             "--no-kill",
             "--kill-on-bad-exit=0",
             "--input=none",
-            *self._placed(task),
+            *self._common_arguments(task),
             *task.command,
         ]
         self._steps[task.node] = subprocess.Popen(
@@ -147,66 +168,76 @@ class SlurmEngine:
             start_new_session=True,  # Ctrl-C goes to the fleet alone, which then cancels
         )
 
-    def _placed(self, task: NodeTask) -> list[str]:
+    def _common_arguments(self, task: NodeTask) -> list[str]:
         """Return the arguments that a job and a step have in common."""
         options = self._options
         words = ["--nodes=1", "--ntasks=1", "--ntasks-per-node=1", f"--nodelist={task.node}"]
         words += [f"--output={task.log or os.devnull}", "--open-mode=truncate"]
-        words += [] if options.partition is None else [f"--partition={options.partition}"]
-        words += [] if options.account is None else [f"--account={options.account}"]
-        words += [] if options.gpus is None else [f"--gpus-per-node={options.gpus}"]
-        words += ["--exclusive", "--mem=0"] if options.exclusive and self._allocation is None else []
-        return [*words, *(word for text in options.engine_args for word in shlex.split(text))]
+        if options.partition is not None:
+            words.append(f"--partition={options.partition}")
+        if options.account is not None:
+            words.append(f"--account={options.account}")
+        if options.gpus is not None:
+            words.append(f"--gpus-per-node={options.gpus}")
+        if options.exclusive and self._allocation is None:
+            words += ["--exclusive", "--mem=0"]
+        for arguments in options.engine_args:
+            words += shlex.split(arguments)
+        return words
 
-    def _of_step(self, node: str, step: subprocess.Popen[str]) -> TaskState:
+    def _step_state(self, node: str, step: subprocess.Popen[str]) -> TaskState:
+        """Return the state of a job step."""
         status = step.poll()
         if status is None:
             return TaskState(standing=Standing.RUNNING)
-        if node not in self._said:
+        if node not in self._step_errors:
             assert step.stderr is not None
             with step.stderr:
                 lines = step.stderr.read().splitlines()
             # srun has remarks too
-            self._said[node] = "; ".join(line for line in lines if line.startswith("srun: error"))
-        said = self._said[node] or f"exit status {status}"
-        return TaskState(standing=Standing.ENDED, reason=f"its job step ended: {said}")
-
-    def _unusable_of(self, nodes: Sequence[str]) -> dict[str, str]:
-        return {node: state for node, state in _states(nodes).items() if state.startswith(_UNUSABLE)}
+            self._step_errors[node] = "; ".join(line for line in lines if line.startswith("srun: error"))
+        reason = self._step_errors[node] or f"exit status {status}"
+        return TaskState(standing=Standing.ENDED, reason=f"its job step ended: {reason}")
 
 
-def _states(nodes: Sequence[str]) -> dict[str, str]:
+def _unusable_nodes(nodes: Sequence[str]) -> dict[str, str]:
+    """Return the states of those of the nodes that take no job."""
+    return {node: state for node, state in _node_states(nodes).items() if state.startswith(_UNUSABLE)}
+
+
+def _node_states(nodes: Sequence[str]) -> dict[str, str]:
     """Return the state of nodes, with its reason: `drained (bad fan)`."""
-    found = {}
+    states = {}
     for start in range(0, len(nodes), _AT_ONCE):
-        listed = _answer("sinfo", "-h", "-N", "-n", ",".join(nodes[start : start + _AT_ONCE]), "-o", "%N|%T|%E")
-        for line in listed.splitlines():
+        answer = _answer("sinfo", "-h", "-N", "-n", ",".join(nodes[start : start + _AT_ONCE]), "-o", "%N|%T|%E")
+        for line in answer.splitlines():
             node, state, reason = line.split("|", 2)
-            found[node] = state if reason in ("none", "") else f"{state} ({reason})"
-    return found
+            states[node] = state if reason in ("none", "") else f"{state} ({reason})"
+    return states
 
 
 def _answer(*words: str) -> str:
-    """Return what a command of Slurm prints; raise `EngineError` where the controller does not answer."""
-    done = _run(*words)
-    if done.returncode:
-        raise EngineError(f"{words[0]}: {done.stderr.strip()}")
-    return done.stdout
+    """Return the output of a command of Slurm; raise `EngineError` where the controller does not answer."""
+    process = _run(*words)
+    if process.returncode:
+        raise EngineError(f"{words[0]}: {process.stderr.strip()}")
+    return process.stdout
 
 
-def _asked(*words: str, given: str | None = None, where: str | None = None) -> str:
-    """Return what a command of Slurm prints; raise `UsageError` where it refuses what the user has asked for."""
-    done = _run(*words, given=given)
-    if done.returncode:
-        raise UsageError("Slurm refuses", where=where, got=done.stderr.strip() or f"status {done.returncode}")
-    return done.stdout
+def _asked(*words: str, stdin: str | None = None, where: str | None = None) -> str:
+    """Return the output of a command of Slurm; raise `UsageError` where it refuses what the user has asked for."""
+    process = _run(*words, stdin=stdin)
+    if process.returncode:
+        raise UsageError("Slurm refuses", where=where, got=process.stderr.strip() or f"status {process.returncode}")
+    return process.stdout
 
 
-def _run(*words: str, given: str | None = None) -> subprocess.CompletedProcess[str]:
+def _run(*words: str, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
+    """Run a command of Slurm; raise UsageError where it is not installed, and EngineError where it takes too long."""
     try:
         return subprocess.run(
             words,
-            input=given or "",
+            input=stdin or "",
             capture_output=True,
             text=True,
             check=False,
