@@ -72,7 +72,7 @@ def training_inputs(context: Context) -> tuple[Tensors, list[str]]:
     return inputs, names
 
 
-UNFOLLOWED = "the model makes decisions, and those of a model in parts are not followed"
+UNFOLLOWED = "the model makes decisions (a router, a selection), which are not followed in a model that is split"
 
 
 def float64_reference(context: Context, stage: Stage) -> Reference | str:

@@ -86,7 +86,7 @@ def record_held(
     status: RecordStatus = "within" if is_wrong else "equal"
     evidence = {"equal": equal_count, "split": split_count, "ranks": list(ranks.names)}
     context.record.fact(stage, WHOLE_MODEL, HELD, status=status, evidence=evidence)
-    return reason_on_ranks(ranks, "something else than the files say is held", is_here=is_wrong)
+    return reason_on_ranks(ranks, "the ranks hold other values than the files", is_here=is_wrong)
 
 
 def _place(context: Context, name: str, *, is_of_adapter: bool) -> tuple[str, str]:
@@ -199,7 +199,7 @@ def record_gradient(
     if 0 in part.shape or whole is None:
         return
     if whole_spread is None and tolerance is None:
-        context.record.fact(stage, layer, tensor, status="skipped", reason="what rounding makes in it is unknown")
+        context.record.fact(stage, layer, tensor, status="skipped", reason="its rounding error is unknown")
         return
     exact = part.cut_from(mapped(whole))
     # a tolerance of the user takes the place of the spread's

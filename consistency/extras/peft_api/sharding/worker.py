@@ -54,7 +54,7 @@ from consistency.worker.recorder import Skip
 STAGE = "sharding"
 PINNED = "one device"
 LOSS = "loss"
-LOSS_FOLLOWS = "differs bitwise, as the blocks and logits do, which are judged"
+LOSS_FOLLOWS = "differs bitwise; so do the blocks and logits, which are judged"
 ON_THE_WAY = "on the way"
 
 _ROOM = 1.25
@@ -239,7 +239,7 @@ def _record_failure(context: Context, layout: Layout, moves: Moves, error: Excep
         if layout.name == PINNED or not computes(context.device):
             raise error
         # the worker's own device still computes, so it is another device of the layout
-        reason = f"a device of this layout fails, whose own worker says what it means: {first_line(error)}"
+        reason = f"a device of this layout fails, and its own worker says why: {first_line(error)}"
         context.record.fact(STAGE, layout.name, ON_THE_WAY, status="blocked", reason=reason)
     else:
         _record_failure_of_model(context, layout, moves, error, is_loaded=is_loaded)

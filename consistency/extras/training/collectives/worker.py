@@ -235,7 +235,7 @@ class _Trials:
         """Record other bits in the second run: a sum may have another order then, and nothing else may change."""
         status: RecordStatus = "outside"
         word: Word | None = words.DIFFERS
-        reason = "a second run of the same gave other bits, which are wrong"
+        reason = "a second run gave other bits, which are wrong"
         if isinstance(expected, Sum) and passes(float(measure_tracked(actual, expected).ratio or 0)):
             status, word = "within", None
             reason = "a second run of the same sum gave other bits, within tolerance: its order is not fixed"

@@ -167,7 +167,7 @@ def _usable_average(ranks: JoinedGroup, average: Reference | str, *, is_right: b
             f"gloo of torch {torch.__version__} gives the sum where FSDP2 asks for the average of gradients: "
             "a later torch divides it"
         )
-    reason = reason_on_ranks(ranks, "something else than the ranks hold is computed with", is_here=not is_right)
+    reason = reason_on_ranks(ranks, "the computation uses other values than the ranks hold", is_here=not is_right)
     return reason or average
 
 

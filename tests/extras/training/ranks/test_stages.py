@@ -81,7 +81,9 @@ def test_a_mixture_of_experts_is_split_by_both_plans(tmp_path: Path, run: Run) -
     assert {finding["severity"] for finding in found["findings"]} == {"note"}
     assert statuses(found, "tensor-parallel", "held") == {"equal"}
     reasons = {row["reason"] for row in found["outcomes"] if row["status"] == "skipped"}
-    assert reasons == {"the model makes decisions, and those of a model in parts are not followed"}
+    assert reasons == {
+        "the model makes decisions (a router, a selection), which are not followed in a model that is split"
+    }
 
 
 def test_a_prompt_is_trained_in_parts_and_what_peft_cannot_do_with_it_is_said(tmp_path: Path, run: Run) -> None:
