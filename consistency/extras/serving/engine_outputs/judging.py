@@ -162,8 +162,8 @@ class _Engine:
             is_explained = bool(evidence.keys() & {CAUSE, SEVERAL})
             if self.forward.again() is not None and not is_explained:
                 reason = (
-                    "the model makes decisions (a router, a selection): by rounding an engine may decide otherwise, and "
-                    "that cannot be replayed"
+                    "the model makes decisions (a router, a selection): by rounding an engine may decide otherwise, "
+                    "and that cannot be replayed"
                 )
         limit = tolerance if tolerance is not None else bound.allowed(float(error.magnitude))
         if tolerance is None:
