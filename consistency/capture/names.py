@@ -142,19 +142,22 @@ def split_name(name: str) -> tuple[str, str]:
 
 
 def adapter_place(key: str) -> tuple[str, str]:
-    """Split a key of an adapter's file: `….layers.0.self_attn.q_proj.lora_A.weight` gives `…q_proj`, `lora_A`."""
+    """Split a key of an adapter's file into layer and tensor.
+
+    `base_model.model.….q_proj.lora_A.weight` gives `….q_proj`, `lora_A`.
+    """
     name = key.removeprefix(_PREFIX)
-    match = _method_tensor().match(name)
+    match = _method_key_pattern().match(name)
     return (match["layer"], match["tensor"]) if match else split_name(name)
 
 
 def is_method_tensor(key: str) -> bool:
     """Report whether a key of an adapter's file is a tensor of the method, and not a layer that was saved whole."""
-    return _method_tensor().match(key.removeprefix(_PREFIX)) is not None
+    return _method_key_pattern().match(key.removeprefix(_PREFIX)) is not None
 
 
 @functools.cache
-def _method_tensor() -> re.Pattern[str]:
+def _method_key_pattern() -> re.Pattern[str]:
     """Return the pattern of the keys of a method's tensors in an adapter's file, without PEFT's prefix."""
     prefixes = "|".join(sorted({"lora_", *map(re.escape, peft_prefixes())}))
     return re.compile(rf"^(?P<layer>.+?)\.(?P<tensor>(?:{prefixes})[^.]*)(?:\.weight)?$")

@@ -99,6 +99,7 @@ _TOKENIZER = (
 )
 # A vocabulary is what makes a tokenizer; the other files of one may lie in a folder without it.
 _VOCABULARY = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken", "tekken.json")
+# Files that a folder may have beside anything, and that say nothing of what it is.
 _BESIDE = ("README*", "LICENSE*", ".gitattributes", "*.md", "generation_config.json", ".cache", ".git")
 
 
@@ -184,8 +185,8 @@ def in_place_of_weights(folder: Path, wanted: str) -> tuple[str, str | None]:
         return f"weights under another name, {weight_files[0]}", f"rename {weight_files[0]} to {wanted}"
     if weight_files:
         return f"{len(weight_files)} other safetensors files and no index", f"download {wanted}.index.json as well"
-    if (weight_format := _find_format(names)) is not None:
-        return weight_format
+    if (noun_and_hint := _find_format(names)) is not None:
+        return noun_and_hint
     if all(_matches(name, (*_TOKENIZER, *_BESIDE, BASE_CONFIG, ADAPTER_CONFIG)) for name in names):
         nouns = []
         if names & {BASE_CONFIG, ADAPTER_CONFIG}:
@@ -221,8 +222,8 @@ def _recognised(folder: Path, names: set[str], *, role: str, config: str, weight
     # The parts of a pipeline of diffusers have configs too, but are no models of transformers.
     if "model_index.json" not in names and (inner := _find_inner(folder, config)) is not None:
         return f"the {role} is not in this folder, but in one inside it", f"{option} {inner}"
-    if (weight_format := _find_format(names)) is not None:
-        noun, hint = weight_format
+    if (noun_and_hint := _find_format(names)) is not None:
+        noun, hint = noun_and_hint
         return f"this folder holds {noun}, not {article} {role} of transformers", hint
     if any(name.endswith(".safetensors") for name in names):
         return f"weights without {config}", f"copy {config} into the folder: {maker} wrote it beside {weights}"
@@ -235,7 +236,7 @@ def _recognised(folder: Path, names: set[str], *, role: str, config: str, weight
 
 
 def _find_format(names: set[str]) -> tuple[str, str] | None:
-    """Return the first form of weights that a file of the folder has, with the file, and a hint; None for none."""
+    """Return a noun, with the name of a file, for the first form of weights in a folder, and a hint; None for none."""
     for weight_format in _FORMATS:
         for name in sorted(names):
             # the state of a training is pickled too, but is no weights
@@ -299,18 +300,25 @@ _STARTS = (
 
 
 def other_file(head: bytes) -> tuple[str, str] | None:
-    """Return what a file is that is named `.safetensors` and is not one, and a hint; None if that is not known.
+    """Return what a file is that is named `.safetensors` and is another, and a hint.
 
-    `head` is its first bytes, 16 at least where the file has them. A safetensors file starts with the length of its
-    header, in eight bytes of which the last ones are 0, and a brace.
+    None if it may be a safetensors file, or what it is is not known. `head` is its first bytes, 16 at least where the
+    file has them.
     """
-    if head[8:9] == b"{" or (not any(head[4:8]) and any(head)):
+    # A safetensors file starts with the length of its header, in eight bytes of which the last ones are 0, and a brace.
+    # One that is cut may have no brace, and zeros alone are no length.
+    has_brace = head[8:9] == b"{"
+    has_length = any(head) and not any(head[4:8])
+    if has_brace or has_length:
         return None
     return next(((noun, hint) for start, noun, hint in _STARTS if head.startswith(start)), None)
 
 
 def missing_bytes(path: Path) -> str:
-    """Return how much of a safetensors file is there: `10 of 20 bytes`; its size alone where it has no sound header."""
+    """Say how much of a safetensors file is there: `10 of 20 bytes`, or `10 bytes of a header of 20`.
+
+    It is the size alone where the size is right, or where the header is not sound.
+    """
     size = path.stat().st_size
     with suppress(OSError, ValueError, struct.error, RecursionError, AttributeError, TypeError, LookupError):
         with path.open("rb") as file:

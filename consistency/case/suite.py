@@ -80,7 +80,7 @@ def gather_suite(config: str | Path | None, given: Mapping[str, object], edge: E
     """Read a suite from a TOML file and a command line, which wins; None where they describe a single case.
 
     They describe a suite if the file has a `[[case]]`, or if an adapter is a pattern or a list, or a dtype is a list.
-    Adapters with names are several of one case.
+    Adapters with names (`NAME=PATH`) are several adapters of one case, and make no suite.
     """
     line = {name: value for name, value in given.items() if value is not None}
     line = with_named_adapters(line, where=edge.spell("adapter"))
@@ -100,7 +100,7 @@ def gather_suite(config: str | Path | None, given: Mapping[str, object], edge: E
         _refuse_shared(table_layer)
         first = len(cases)
         cases += _expanded([file_layer, table_layer, line_layer], name=table.get("name"))
-        if "for" in table and "for" not in line:
+        if "for" in table and "for" not in line:  # the option of `Options.soak`
             with_own_soak.update(range(first, len(cases)))
     suite = line.get("name", file.get("name")) or (path.stem if path is not None else "suite")
     return SuiteOptions(name=str(suite), shared=shared, cases=_check_names(_divide_soak(cases, with_own_soak)))
@@ -165,8 +165,8 @@ class _Layer:
 
     def values(self, name: str) -> list[Any]:
         """Return the values of an option that may be a list; a pattern gives the adapters that match it."""
-        given = self.table[name]
-        items = list(given) if isinstance(given, (list, tuple)) else [given]
+        value = self.table[name]
+        items = list(value) if isinstance(value, (list, tuple)) else [value]
         if not items:
             raise UsageError(f"no {name} given", where=self.where(name), wanted=f"one {name} at least")
         values: list[Any] = []
@@ -175,10 +175,17 @@ class _Layer:
         return values
 
     def _matches(self, pattern: str) -> list[str]:
-        """Return the folders of adapters that match a pattern, which is relative to the file."""
+        """Return the folders of adapters that match a pattern, which is relative to the file.
+
+        Raises
+        ------
+        UsageError
+            There is no such folder.
+        """
         home = Path() if self.path is None else self.path.parent
-        whole = (home / Path(pattern).expanduser()).absolute()
-        paths = Path(whole.anchor).glob(str(whole.relative_to(whole.anchor)))
+        absolute = (home / Path(pattern).expanduser()).absolute()
+        # `glob` takes no absolute pattern
+        paths = Path(absolute.anchor).glob(str(absolute.relative_to(absolute.anchor)))
         adapters = sorted(path for path in paths if (path / _ADAPTER_MARK).is_file())
         if not adapters:
             raise UsageError(
@@ -191,7 +198,7 @@ class _Layer:
 
 
 def _case_tables(tables: object, path: Path | None) -> list[dict[str, Any]] | None:
-    """Return the tables `[[case]]` of a file; None where it has none."""
+    """Return the tables `[[case]]` of a file; None where it has none. Raise UsageError where `case` is no such list."""
     if tables is None:
         return None
     if not isinstance(tables, list) or not tables or not all(isinstance(table, dict) for table in tables):

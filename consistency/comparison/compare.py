@@ -209,7 +209,7 @@ def _may_fuse_attention(worker: ComparedWorker) -> bool:
 
 
 def _stages_not_soaked(workers: Sequence[ComparedWorker]) -> Iterator[str]:
-    """Name the stages that no soak repeated."""
+    """Name the stages that the soak of any worker did not repeat."""
     soaks = [worker.info.soak for worker in workers if worker.info.soak is not None]
     stages = itertools.chain.from_iterable(soak.stages for soak in soaks)
     not_soaked = {stage.stage: None for stage in stages if stage.reason is not None}
@@ -237,10 +237,11 @@ def _compare_load_path(
         stage, layer, tensor = key
         stage_members = stage_of(stage)
         record = stage_members.first_record(key)
+        # a fact is about some devices: workers that have no such row lack nothing
         outcomes, workers = stage_members.outcomes(key, expected=record.rule != Rule.LIMIT)
         if not outcomes:
             continue
-        # some words blame the model's code; another worker's result may show that it is one device
+        # a word that accuses the model's code has another that accuses a device, for a result of one device alone
         if any(words.of_device(outcome.word) for outcome in outcomes):
             outcomes = accuse_devices(outcomes, members)
         yield TensorComparison(

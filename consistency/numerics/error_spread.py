@@ -82,7 +82,7 @@ class ErrorLimits(msgspec.Struct, frozen=True, kw_only=True):
     scale: Real
     """`row`, `element`, `scale`: limits of the three figures."""
     drawn: int
-    """Rows of all passes together."""
+    """Rows of all passes together, as many as have independent errors."""
     freedom: int
     """Degrees of freedom of a row."""
     largest: Real
@@ -112,9 +112,10 @@ class ErrorFigures:
         return max(ratios)
 
     def stated(self, found: Measure) -> Measure:
-        """Return the measure with the largest figure as its ratio, and the error it shows over that as its tolerance.
+        """Return the measure with the largest figure as its ratio, and the tolerance that gives its error this ratio.
 
-        The tolerance is None where the ratio is zero, or one of both is not finite.
+        The error is that of the element with the measure's own ratio, where it has one, else the largest. The tolerance
+        is None where the new ratio is zero, or one of both is not finite.
         """
         error = float(found.max_abs)
         if found.allowed is not None and found.ratio is not None:
@@ -286,8 +287,11 @@ class _Passes:
 
     def _row_variances(self, numbers: Sequence[int]) -> torch.Tensor:
         """Return the variance of each row, `(rows, 1)`, drawn to the median of all with the weight of `_PRIOR`."""
-        prior, rows = _PRIOR / self._freedom, self._rows[list(numbers)].sum(0)[:, None]
-        return (rows + prior * _positive_median(rows) / len(numbers)) / (len(numbers) + prior)
+        # the row of a pass has `_freedom` degrees of freedom, so the median counts as much as this many passes do
+        prior = _PRIOR / self._freedom
+        sums = self._rows[list(numbers)].sum(0)[:, None]
+        prior_sum = prior * _positive_median(sums) / len(numbers)
+        return (sums + prior_sum) / (len(numbers) + prior)
 
     def limits(self, rows: torch.Tensor, columns: torch.Tensor, *, of_a_sum: bool) -> ErrorLimits:
         """Return the limits, each pass measured by the others.
@@ -304,10 +308,12 @@ class _Passes:
         measured = self._measure_passes(rows, columns, of_a_sum=of_a_sum)
         squares = measured.row_squares.flatten()
         independent = measured.count_independent(of_a_sum=of_a_sum)
+        # the device's tensor has as many independent rows as one pass
         samples, freedom = -(-independent // passes), _freedom_of_rows(squares)
         row_factor = element_factor = 0.0
         # the widest limit of all degrees of freedom that the figures leave likely
         for degrees, chance in _chances(squares, independent, freedom):
+            # independent elements in a row, each with one degree of freedom
             per_row = min(self._exact.shape[1], degrees)
             row_factor = max(row_factor, error_factor(samples, independent, degrees, chance=chance))
             of_elements = error_factor(samples * per_row, independent * per_row, chance=chance)
@@ -409,18 +415,19 @@ class _RowDependence:
 
     def __init__(self, columns: int) -> None:
         self._signs = _random_signs(columns)
-        self._back = torch.zeros(columns, _SIGNS, dtype=torch.float64)
+        # for rows E and signs s, the sum of E'(E s): the mean of its square over s is tr (E'E)², which is tr G²
+        self._signed_sums = torch.zeros(columns, _SIGNS, dtype=torch.float64)
         self._trace = 0.0
 
     def add(self, errors: torch.Tensor) -> None:
         """Add some rows, `(rows, columns)`, float64."""
         self._trace += float(errors.square().sum())
-        self._back += errors.T @ (errors @ self._signs)
+        self._signed_sums += errors.T @ (errors @ self._signs)
 
     @property
     def independent(self) -> int:
         """Number of independent errors in the rows that were added; 1 where they are zero or not finite."""
-        square = float(self._back.square().sum()) / _SIGNS
+        square = float(self._signed_sums.square().sum()) / _SIGNS
         if square > 0 and math.isfinite(square):
             return max(1, int(self._trace**2 / square))
         return 1
@@ -474,12 +481,14 @@ def _scale_limit(weighted: torch.Tensor, weights: torch.Tensor, independent: int
     has_weight = total_weight > 0 and math.isfinite(total_weight)
     if not has_weight or not bool(weighted.isfinite().all()):
         return math.inf
-    of_rows = weighted.square().mean(0)  # variance of each row's, times the square of its weight
-    rows = float(of_rows.sum().square() / of_rows.square().sum().clamp_min(1e-300))
-    of_passes = float(weighted.sum(1).square().mean())
+    row_variances = weighted.square().mean(0)  # of each row's component, times the square of its weight
+    # the participation number of the variances: where a few rows have most of the sum, only these count
+    effective_rows = float(row_variances.sum().square() / row_variances.square().sum().clamp_min(1e-300))
+    freedom = max(1, min(independent, int(effective_rows * len(weighted))))
     # rows that depend on each other add up to more than independent ones, which the sums of whole passes show
-    deviation = math.sqrt(max(float(of_rows.sum()), of_passes)) / total_weight
-    return student(max(1, min(independent, int(rows * len(weighted))))) * deviation
+    variance_of_sums = float(weighted.sum(1).square().mean())
+    deviation = math.sqrt(max(float(row_variances.sum()), variance_of_sums)) / total_weight
+    return student(freedom) * deviation
 
 
 def _have_common_factor(weighted: torch.Tensor, independent: int) -> bool:
@@ -489,8 +498,9 @@ def _have_common_factor(weighted: torch.Tensor, independent: int) -> bool:
     share a factor. Six tenths of n tell these apart. Of K passes it is chi-squared over K: below 5 rows it would be
     beyond 3 by chance in one of 50 tensors for K = 4 (8: in one of 500), whose limits are then wider than they need be.
     """
-    alone, together = float(weighted.square().sum(1).mean()), float(weighted.sum(1).square().mean())
-    return together > max(3.0, 0.6 * independent / len(weighted)) * alone
+    sum_of_squares = float(weighted.square().sum(1).mean())
+    square_of_sum = float(weighted.sum(1).square().mean())
+    return square_of_sum > max(3.0, 0.6 * independent / len(weighted)) * sum_of_squares
 
 
 def _freedom_of_passes(squares: torch.Tensor) -> float:
@@ -499,6 +509,7 @@ def _freedom_of_passes(squares: torch.Tensor) -> float:
     fractions = (squares / total)[:, total > 0]
     if not fractions.numel():
         return 1.0
+    # K times the variance of a fraction, solved for the degrees of freedom: see the formula of the shares above
     spread = float((fractions - 1 / count).square().sum(0).mean())
     return max(1.0, 2 / count * ((1 - 1 / count) / max(spread, 1e-9) - 1))
 
@@ -512,10 +523,11 @@ def _freedom_of_rows(squares: torch.Tensor) -> int:
 
 
 def _chances(squares: torch.Tensor, independent: int, freedom: int) -> list[tuple[int, float]]:
-    """Return the degrees of freedom that rows may have, `freedom` at most, and the chance at which each has its limit.
+    """Return pairs of degrees of freedom that rows may have, and the chance for which `error_factor` is asked.
 
-    A few figures may be alike by chance. So fewer degrees count too, at `FALSE_ALARM` over their likelihood, which is
-    that of multiples of chi-squared whose scale is unknown, over the largest of all.
+    The first is `freedom`, the estimate, at `FALSE_ALARM`. A few figures may be alike by chance, so fewer degrees count
+    too, at `FALSE_ALARM` over their likelihood, which is that of multiples of chi-squared whose scale is unknown, over
+    the largest of all.
     """
     positive = squares[squares > 0]
     if len(positive) < 2 or not bool(positive.isfinite().all()):

@@ -227,6 +227,7 @@ def _items_of_session(root: Branch, session: Session, arguments: Sequence[str]) 
 
 
 def _prefixes(nodeid: str) -> list[str]:
+    """Return what an argument may name above an item, and the item: the case, the stage, but not the root alone."""
     parts = nodeid.split("::")
     return ["::".join(parts[:count]) for count in range(2, len(parts) + 1)]
 
@@ -234,8 +235,10 @@ def _prefixes(nodeid: str) -> list[str]:
 def _items_of_case(
     root: Branch, case: SessionCase, session: Session, arguments: Sequence[str]
 ) -> Iterator[pytest.Item]:
+    """Yield the items of a case that arguments name, or all of them where there are no arguments."""
     name = _node_name(case.name)
     case_branch = Branch.from_parent(root, name=name, nodeid=f"{_ROOT}::{name}")
+    # an argument may name an item of the case, the case itself, or the root
     is_named = any(
         _is_within(argument, case_branch.nodeid) or _is_within(case_branch.nodeid, argument) for argument in arguments
     )

@@ -124,6 +124,7 @@ _DEFAULTS = {field.name: field.default for field in msgspec.structs.fields(Table
 
 
 def _default(worker_field: msgspec.structs.FieldInfo) -> object:
+    """Return the default of a field, `NODEFAULT` where it has none."""
     if worker_field.default_factory is msgspec.NODEFAULT:
         return worker_field.default
     return worker_field.default_factory()
@@ -252,12 +253,12 @@ class _Writer:
         return {
             "workers": workers,
             "environments": environments,
-            "architectures": map(self._with_names, comparison.architectures),
-            "cohorts": (),
+            "architectures": map(self._with_written_workers, comparison.architectures),
+            "cohorts": (),  # its place among the lists: `render` writes `cohorts()` there when these are encoded
             "outcomes": (outcome for tensor in comparison.tensors for outcome in self._outcomes(tensor)),
-            "findings": map(self._with_names, comparison.findings),
-            "first_divergence": map(self._with_names, comparison.first_divergence),
-            "first_bitwise_difference": map(self._with_names, comparison.first_bitwise_difference),
+            "findings": map(self._with_written_workers, comparison.findings),
+            "first_divergence": map(self._with_written_workers, comparison.first_divergence),
+            "first_bitwise_difference": map(self._with_written_workers, comparison.first_bitwise_difference),
             "hosts": self._hosts,
             "merging": comparison.merging,
             "sources": comparison.sources,
@@ -273,21 +274,21 @@ class _Writer:
         """Return the number of a cohort, a new one where the report has no such cohort yet."""
         return self._cohorts.setdefault(workers, len(self._cohorts))
 
-    def _named(self, workers: Workers) -> Workers:
+    def _as_written(self, workers: Workers) -> Workers:
         """Return a list of workers as it is written: few names, or the number of a cohort."""
         # A worker whose name looks like the number of a cohort is never written as it is.
         is_plain = len(workers) <= ranges.MOST_NAMED and not any(name.startswith(_COHORT) for name in workers)
         return workers if is_plain else (f"{_COHORT}{self._cohort(workers)}",)
 
-    def _with_names(self, entry: Any) -> object:
-        return _with_workers(entry, self._named)
+    def _with_written_workers(self, entry: Any) -> object:
+        return _with_workers(entry, self._as_written)
 
     def _layer(self, layer: LayerComparison) -> object:
         cells = {
             name: msgspec.structs.replace(
                 cell,
-                workers=self._named(cell.workers),
-                classes=tuple(map(self._named, _largest(cell.classes)[:MOST_CLASSES])),
+                workers=self._as_written(cell.workers),
+                classes=tuple(map(self._as_written, _largest(cell.classes))),
             )
             for name, cell in layer.architectures.items()
         }
@@ -305,19 +306,20 @@ class _Writer:
                 yield _written(fields, _OF_OUTCOME, _DEFAULTS)
 
     def _joined(self, outcomes: Sequence[Outcome]) -> Iterator[tuple[Outcome, int]]:
-        """Yield outcomes; of too many those that differ in figures alone are joined, but for the worst.
+        """Yield each outcome with 0; of more than `MOST_ROWS`, those that differ in figures alone are joined.
 
-        The second value is the number of different outcomes that were joined.
+        Of such a group the worst outcome comes first, with 0. The others are one outcome without figures, with the
+        number of them.
         """
         if len(outcomes) <= MOST_ROWS:
             yield from ((outcome, 0) for outcome in outcomes)
             return
-        alike: dict[object, list[Outcome]] = {}
+        groups: dict[object, list[Outcome]] = {}
         for outcome in outcomes:
             architectures = tuple(self._members.split(outcome.workers))
             key = (outcome.status, outcome.reference, outcome.word, outcome.reason, architectures)
-            alike.setdefault(key, []).append(outcome)
-        for group in alike.values():
+            groups.setdefault(key, []).append(outcome)
+        for group in groups.values():
             worst = worst_of(group)
             yield worst, 0
             others = [outcome.workers for outcome in group if outcome is not worst]
@@ -334,24 +336,25 @@ class _Writer:
 
     def _split(self, workers: Workers, classes: tuple[Workers, ...]) -> list[tuple[int | None, Workers]]:
         """Split the workers of a row by the class of their bits; the smallest of many classes stay together."""
-        numbers = {name: number for number, names in enumerate(_largest(classes)[:MOST_CLASSES]) for name in names}
+        numbers = {name: number for number, names in enumerate(_largest(classes)) for name in names}
         parts = gathered((numbers.get(name), name) for name in workers)
         if len(parts) == 1:
-            return [(bits, workers) for bits in parts]
+            (bits,) = parts
+            return [(bits, workers)]
         return [(bits, tuple(names)) for bits, names in parts.items()]
 
     def _workers(self) -> tuple[list[Environment], list[dict[str, Any]]]:
         """Return the values that devices of one kind share, and an entry per worker with the values of its own."""
         workers = self._comparison.workers
         in_full = self._in_full() if len(workers) > MOST_IN_FULL else range(len(workers))
-        kinds = gathered(
+        indices_by_kind = gathered(
             ((worker.architecture, worker.model, worker.load_path, worker.status), index)
             for index, worker in enumerate(workers)
         )
         environments, unshared = [], {}
-        for indices in kinds.values():
+        for indices in indices_by_kind.values():
             shared = {name: shared_by([getattr(workers[index], name) for index in indices]) for name in _OF_KIND}
-            names = self._named(tuple(workers[index].name for index in indices))
+            names = self._as_written(tuple(workers[index].name for index in indices))
             environments.append(Environment(workers=names, load_path=workers[indices[0]].load_path, **shared))
             for index in indices:
                 unshared[index] = {name: beside(getattr(workers[index], name), shared[name]) for name in _OF_KIND}
@@ -401,22 +404,23 @@ def _written(fields: Mapping[str, Any], always: Sequence[str], defaults: Mapping
     return entry
 
 
-def _with_workers(entry: Any, named: Callable[[Workers], Workers]) -> Any:
-    """Return an entry whose list of workers, and those of its consequences, went through `named`."""
+def _with_workers(entry: Any, convert: Callable[[Workers], Workers]) -> Any:
+    """Return an entry whose list of workers, and those of its consequences, went through `convert`."""
     if isinstance(entry, Finding):
         consequences = (
-            msgspec.structs.replace(consequence, workers=named(consequence.workers))
+            msgspec.structs.replace(consequence, workers=convert(consequence.workers))
             for consequence in entry.consequences
         )
         entry = msgspec.structs.replace(entry, consequences=tuple(consequences))
-    return msgspec.structs.replace(entry, workers=named(entry.workers))
+    return msgspec.structs.replace(entry, workers=convert(entry.workers))
 
 
 def _largest(classes: tuple[Workers, ...]) -> tuple[Workers, ...]:
-    """Return the first class, which is the reference worker's, and then, of too many, the largest."""
+    """Return `MOST_CLASSES` classes at most: the first, which is the reference worker's, and the largest others."""
     if len(classes) <= MOST_CLASSES:
         return classes
-    return (classes[0], *sorted(classes[1:], key=len, reverse=True))
+    by_size = sorted(classes[1:], key=len, reverse=True)
+    return (classes[0], *by_size[: MOST_CLASSES - 1])
 
 
 def read(content: bytes) -> Comparison:
@@ -437,17 +441,17 @@ def read(content: bytes) -> Comparison:
 
 
 def with_names(table: dict[str, Any], change: Callable[[dict[str, Any]], dict[str, Any]]) -> dict[str, Any]:
-    """Return a decoded report that was changed while every name in it stood alone, outside of patterns."""
-    return _renamed(change(named(table)), ranges.written)
+    """Return a decoded report after a change to the form that `named` gives, with its cohorts as patterns again."""
+    return _with_cohorts(change(named(table)), ranges.written)
 
 
 def named(table: dict[str, Any]) -> dict[str, Any]:
-    """Return a decoded report with every name alone, outside of patterns."""
-    return _renamed(table, lambda patterns: list(ranges.unfolded(patterns)))
+    """Return a decoded report whose cohorts list each worker's name, instead of patterns of names."""
+    return _with_cohorts(table, lambda patterns: list(ranges.unfolded(patterns)))
 
 
-def _renamed(table: dict[str, Any], convert: Callable[[list[str]], list[str]]) -> dict[str, Any]:
-    """Return a decoded report with the names of all cohorts converted."""
+def _with_cohorts(table: dict[str, Any], convert: Callable[[list[str]], list[str]]) -> dict[str, Any]:
+    """Return a decoded report in which the list of workers of each cohort went through `convert`."""
     cohorts = [{**cohort, "workers": convert(cohort["workers"])} for cohort in table.get("cohorts") or ()]
     return {**table, "cohorts": cohorts}
 
@@ -479,8 +483,8 @@ class _Reader:
             raise ValueError(f"there is no cohort {number}")
         return self._cohorts[number]
 
-    def _named(self, workers: Workers) -> Workers:
-        """Return the names that a list stands for."""
+    def _as_read(self, workers: Workers) -> Workers:
+        """Return the names that a list of workers in the file stands for: itself, or those of a cohort."""
         if len(workers) == 1 and workers[0].startswith(_COHORT):
             return self._cohort(int(workers[0].removeprefix(_COHORT)))
         return workers
@@ -490,14 +494,14 @@ class _Reader:
         report = self._report
         fields = {name: getattr(report, name) for name in ComparisonFacts.__struct_fields__}
         for name in ("architectures", "findings", "first_divergence", "first_bitwise_difference"):
-            fields[name] = tuple(_with_workers(entry, self._named) for entry in fields[name])
+            fields[name] = tuple(_with_workers(entry, self._as_read) for entry in fields[name])
         return Comparison(**{**fields, "workers": tuple(self._workers())}, tensors=tuple(self._tensors()))
 
     def _workers(self) -> Iterator[WorkerSummary]:
         """Yield the workers with the values that they share with others of their kind."""
         environments = {}
         for environment in self._report.environments:
-            for name in self._named(environment.workers):
+            for name in self._as_read(environment.workers):
                 environments[name, environment.load_path] = environment
         for worker in self._report.workers:
             environment = environments[worker.name, worker.load_path]
@@ -586,7 +590,7 @@ def _open_names() -> dict[str, tuple[set[str], dict[str, Any]]]:
 
 
 def _refer(properties: dict[str, Any], fields: set[str], name: str) -> None:
-    """Let fields of texts refer to the definition of a name."""
+    """Replace the type `string` of some fields, in the schema of a type, by a reference to the definition `name`."""
     for field in fields & properties.keys():
         types = properties[field].get("anyOf", [properties[field]])
         for index, definition in enumerate(types):

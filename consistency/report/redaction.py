@@ -224,18 +224,19 @@ def redaction_of(report: Mapping[str, Any], *, more: Iterable[str] = ()) -> Reda
     report : mapping
         The contents of `report.json`, or of a part of it.
     more : iterable of str
-        Further texts in which home folders are looked for.
+        Further texts in which home folders, with the users' names, and names of other bases are looked for.
     """
     folders = _folder_placeholders(report)
-    command_words = _called(report, folders)
+    command_words = _model_names(report, folders)
     by_folder_name = _add_command_words(report, folders, command_words)
-    case = _case_placeholders(report)
-    # A capture is called as its folder, and so are the workers of several captures.
+    exact = _case_placeholders(report)
+    # A capture has the name of its folder, which is in the names of workers too where there are several captures.
     for name in _values(report, ("sources",), "name"):
         if name in by_folder_name:
-            case[name] = by_folder_name[name]
-    chosen_names = {name: placeholder for name, placeholder in case.items() if placeholder == _CASE}
-    readable_case = {name: placeholder for name, placeholder in case.items() if name.lower() not in _VOCABULARY}
+            exact[name] = by_folder_name[name]
+    chosen_names = {name: placeholder for name, placeholder in exact.items() if placeholder == _CASE}
+    # a name that is a word of reports would be replaced where it is that word
+    sayable_exact = {name: placeholder for name, placeholder in exact.items() if name.lower() not in _VOCABULARY}
 
     texts = [*_texts(report), *more, str(Path.home())]
     home_matches = [match for text in texts for match in _HOME.finditer(text)]
@@ -245,7 +246,7 @@ def redaction_of(report: Mapping[str, Any], *, more: Iterable[str] = ()) -> Reda
         folders=_longest_first(folders),
         homes=tuple(_longest_first({home: "" for home in homes if len(home) > 1})),
         names=_longest_first(_name_placeholders(report, texts, users)),
-        exact=_other_cases(report) | readable_case,
+        exact=_other_cases(report) | sayable_exact,
         given=_longest_first(chosen_names | command_words),
     )
 
@@ -314,7 +315,7 @@ def _name_placeholders(report: Mapping[str, Any], texts: Iterable[str], users: I
     return names
 
 
-def _called(report: Mapping[str, Any], folders: Mapping[str, str]) -> dict[str, str]:
+def _model_names(report: Mapping[str, Any], folders: Mapping[str, str]) -> dict[str, str]:
     """Return the names by which sentences call the folders of the base and the adapter, and their placeholders."""
     base, adapter = report.get("base"), report.get("adapter")
     if isinstance(base, str) and builtin_name(base, adapter) is not None:
@@ -375,7 +376,8 @@ def _commands(report: Mapping[str, Any]) -> Iterator[Sequence[str]]:
 def _options(command: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Yield the words of a command line that are no options, each with the option before it; empty where it has none.
 
-    Only options that are known to take a value are known not to be flags, before a word of the command's own.
+    The words are values of options and the command's own. Which of these a word is, is known only after an option that
+    takes one value (`PATH_OPTIONS`, `PRIVATE_OPTIONS`); after any other, all words up to the next option are its own.
     """
     option = ""
     for word in command[2:]:
@@ -386,7 +388,7 @@ def _options(command: Sequence[str]) -> Iterator[tuple[str, str]]:
                 option = ""
         elif not word.startswith("-"):
             yield option, word
-            # Any other option stays: whether it takes one value is not known.
+            # Any other option stays: it may be a flag, or take several values.
             if option in PATH_OPTIONS | PRIVATE_OPTIONS:
                 option = ""
 
@@ -421,7 +423,8 @@ def _is_public_value(option: str, value: str, model_paths: Sequence[Path]) -> bo
     if option in ("--base", "--adapter"):
         folder_in_cache = f"models--{value.replace('/', '--')}"
         return Path(value) in model_paths or any(folder_in_cache in path.parts for path in model_paths)
-    return not ("/" in value or option in PATH_OPTIONS or not option or _FILE.match(value))
+    is_own_word = not option  # a word of the command's own may be a folder
+    return not (is_own_word or option in PATH_OPTIONS or "/" in value or _FILE.match(value))
 
 
 def _hosts(report: Mapping[str, Any]) -> Iterator[str]:
@@ -478,7 +481,7 @@ _IPV4 = re.compile(
     r"(?<![\w.:-])(?:25[0-5]|2[0-4]\d|1\d\d|[1-9]\d)(?:\.(?:25[0-5]|2[0-4]\d|1?\d?\d)){3}(?![\w.]\w|\w)"
     r"|(?<![\w.:-])(?:\d{1,3}\.){3}\d{1,3}(?=:\d)"
 )
-"""From 10.0.0.0 on, below are versions of libraries; any before a port."""
+"""An address from 10.0.0.0 on, for what is below may be the version of a library; before a port, any address."""
 
 _MAC = re.compile(r"(?i)(?<![\w:])(?:[0-9a-f]{2}[:-]){5}[0-9a-f]{2}(?![\w:])")
 _MAYBE_IPV6 = re.compile(r"(?i)(?<![\w:.])[0-9a-f]*:[0-9a-f]*:[0-9a-f:.]*[0-9a-f](?![\w:])")
@@ -533,7 +536,7 @@ _WORD = re.compile(r"[A-Za-z0-9]+")
 class Replacements:
     """Names and their placeholders; in a text, names are replaced in the order of the mapping.
 
-    A text is searched only for names of which it has a certain word: a fleet has thousands of names, and a report
+    A text is searched only for names whose rarest word is in it: a fleet has thousands of names, and a report has
     thousands of texts.
 
     Attributes
@@ -542,7 +545,7 @@ class Replacements:
         Placeholder by name.
     before, after : str
         What a name must not follow, and must not be followed by, as assertions of a regular expression. They exclude
-        at least all letters and digits of ASCII.
+        at least all letters and digits of ASCII, so that the words of a name are whole words (`_WORD`) of its text.
     """
 
     of: Mapping[str, str]

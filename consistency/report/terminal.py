@@ -179,10 +179,11 @@ def _write_table(write: Writer, table: ResultTable, *, verbose: bool) -> bool:
     attempts = [(False, True), (False, False), (True, False)]
     if verbose:
         attempts = [(False, True), (True, True)]
-    for is_abbreviated, places in attempts:
+    for is_abbreviated, mismatch_layers in attempts:
         titles = [write.text(_title(column, is_abbreviated=is_abbreviated), "bold") for column in table.columns]
-        rows = _grid_rows(write, table, places=places, worst_layers=verbose)
-        # The grid of a suite may break between columns: no stage of it gets a line of its own.
+        rows = _grid_rows(write, table, mismatch_layers=mismatch_layers, worst_layers=verbose)
+        # An abbreviated table of a suite is written in any case: it breaks between columns, where the table of a run is
+        # turned, with a line per stage.
         if write.grid_fits(titles, rows) or (is_abbreviated and not table.heading):
             write.grid(titles, rows, corner=corner)
             break
@@ -198,8 +199,10 @@ def _title(column: Column, *, is_abbreviated: bool) -> str:
     return column.short if is_abbreviated and column.short else column.title
 
 
-def _grid_rows(write: Writer, table: ResultTable, *, places: bool, worst_layers: bool) -> list[tuple[Text, list[Text]]]:
-    """Return the headings, and a line per row; names that fill the line have one of their own."""
+def _grid_rows(
+    write: Writer, table: ResultTable, *, mismatch_layers: bool, worst_layers: bool
+) -> list[tuple[Text, list[Text]]]:
+    """Return a title and cells per line of a grid: headings, and rows, whose names may need a line before them."""
     rows: list[tuple[Text, list[Text]]] = []
     for block in table.by_heading:
         indent = ""
@@ -211,18 +214,21 @@ def _grid_rows(write: Writer, table: ResultTable, *, places: bool, worst_layers:
             if name is None:
                 name = f"these {len(row.names)}"
                 rows.append((write.text(f"{indent}{'  '.join(_some_names(row, table))}"), []))
-            cells = [_cell(write, cell, places=places, worst_layer=worst_layers) for cell in row.cells]
+            cells = [_cell(write, cell, mismatch_layer=mismatch_layers, worst_layer=worst_layers) for cell in row.cells]
             rows.append((write.text(f"{indent}{name}"), cells))
     return rows
 
 
 def _write_turned(write: Writer, table: ResultTable, *, verbose: bool) -> None:
-    """Write a line per column, with a column per row of the table; a list per row where not even that fits."""
+    """Write the names of each row, then the table turned, with a line per column and a column per row.
+
+    Where not even that fits, the cells of each row are listed below its names instead.
+    """
     names = [_name(row, table, write.console.width // 2) for row in table.rows]
     titles = [write.text((name or "").replace("  ", ", "), "bold") for name in names]
     rows = []
     for index, column in enumerate(table.columns):
-        cells = [_cell(write, row.cells[index], places=verbose, worst_layer=verbose) for row in table.rows]
+        cells = [_cell(write, row.cells[index], mismatch_layer=verbose, worst_layer=verbose) for row in table.rows]
         rows.append((write.text(column.title), cells))
     side_by_side = all(names) and write.grid_fits(titles, rows)
     width = max((len(column.title) for column in table.columns), default=0) + 2
@@ -233,7 +239,7 @@ def _write_turned(write: Writer, table: ResultTable, *, verbose: bool) -> None:
             if side_by_side:
                 continue
             for column, cell in zip(table.columns, row.cells, strict=True):
-                written = _cell(write, cell, places=True, worst_layer=verbose)
+                written = _cell(write, cell, mismatch_layer=True, worst_layer=verbose)
                 write.folded(write.text(column.title.ljust(width)).append_text(written), indent=7, hang=0)
     if side_by_side:
         write.grid(titles, rows)
@@ -266,8 +272,8 @@ def _names(row: Row, table: ResultTable) -> list[str]:
     return [f"{name}{_REFERENCE}" if name == table.reference else name for name in row.names]
 
 
-def _cell(write: Writer, cell: CellText, *, places: bool, worst_layer: bool) -> Text:
-    return write.text(cell.written(place=places, worst_layer=worst_layer), style_of(cell.kind))
+def _cell(write: Writer, cell: CellText, *, mismatch_layer: bool, worst_layer: bool) -> Text:
+    return write.text(cell.written(place=mismatch_layer, worst_layer=worst_layer), style_of(cell.kind))
 
 
 def _write_tensors(write: Writer, comparison: Comparison, *, verbose: bool) -> None:
@@ -309,6 +315,7 @@ def _worst_text(tensor: TensorComparison) -> str:
     parts = [f"{worst.workers[0]}: {worst.status}"]
     if worst.word and worst.status not in ("within", "equal"):
         parts.append(worst.word)
+    # `share` is the ratio, but None of an exact value correctly rounded: that may use up the whole tolerance
     if worst.share is not None:
         parts.append(f"{worst.share:.3g}× tolerance")
     if worst.status in BAD and worst.worst_index is not None:
@@ -367,7 +374,7 @@ def _has_other_sign(outcome: Outcome) -> bool:
 
 def _file_cells(tensor: TensorComparison) -> list[str]:
     """Return the cells of a tensor of two files; one that cannot be measured has no figures."""
-    outcome = tensor.outcomes[-1]
+    outcome = tensor.outcomes[-1]  # before it there may be one of the reference itself, which is equal
     cells = [f"{tensor.layer}.{tensor.tensor}", "×".join(map(str, tensor.shape)) or "scalar", tensor.dtype]
     cells.append(outcome.word or outcome.reason or outcome.status)
     if outcome.status == "outside" and outcome.mismatched is not None:

@@ -86,8 +86,9 @@ class RoundingTolerance(dict[str, Any]):  # floats, and of any type to what take
 
 
 def _noise(allow: Allow, device: torch.device) -> Noise:
-    """Return the context of a pass with noise, by its seed: as an implementation may compute on such a device."""
+    """Return a function from a seed to the context of a pass with noise, whose errors are those of such a device."""
     products = products_of(device) if allow.products is None else allow.products
+    # the pools of a usual call's seeds are kept for the next call
     return lambda seed: with_noise(products, seed, toward_zero=allow.toward_zero, is_kept=seed < PASSES)
 
 
@@ -117,14 +118,15 @@ def _check_no_nan(name: str, exact: Computed) -> None:
 def _may_differ(
     decision: Decision, operands: list[torch.Tensor], got: torch.Tensor, truth: torch.Tensor
 ) -> torch.Tensor:
-    """Return where a decision that made a result may go another way, as rounding may move it by its margin.
+    """Return the elements of a result, of its shape and bool, in which rounding may make a decision go another way.
 
-    Nowhere, if the decision did not make this result.
+    These are elements whose margin in the exact pass is no larger than the error that the operand may have. There are
+    none if the decision did not make this result.
 
     Parameters
     ----------
     decision : Decision
-        From the exact pass.
+        From the exact pass; its operand has the exact values.
     operands : list of torch.Tensor
         Its operand in each pass with noise.
     got, truth : torch.Tensor
@@ -140,6 +142,7 @@ def _may_differ(
         return nowhere
     allowed = allowance(operands, operand).allowed(operand, operands[0].dtype)
     if decision.dim is None:
+        # a margin lies between `scores` values of the operand, each of which may be off by `allowed`
         is_close = decision.margins(operand) <= decision.scores * allowed
         if decision.name == TO_INTEGER:
             # a number that an earlier rounding made whole is at the edge of a cast, and yet the cast decides nothing
@@ -326,14 +329,14 @@ def rounding_tolerance(
     tolerances: dict[str, _ResultTolerance] = {}
     has_numbers = False
     for name, exact in call.exact().items():
-        passed = [computed[name] for computed in drawn]
+        noisy = [computed[name] for computed in drawn]
         if isinstance(exact, float | complex):
-            exact, passed = as_tensor(exact, wide=True), [as_tensor(number) for number in passed]
+            exact, noisy = as_tensor(exact, wide=True), [as_tensor(number) for number in noisy]
         if not isinstance(exact, torch.Tensor) or not (exact.is_floating_point() or exact.is_complex()):
             continue
         has_numbers = True
         if exact.numel():
-            tolerances[name] = _tolerance_of_result(name, exact, passed)
+            tolerances[name] = _tolerance_of_result(name, exact, noisy)
     if not has_numbers:
         raise UsageError(
             "no result has floating-point numbers: others have no tolerance",
@@ -362,18 +365,19 @@ class _ResultTolerance:
         return float((2 * self.allowed - relative * self.sizes).max())
 
 
-def _tolerance_of_result(name: str, exact: torch.Tensor, passed: list[torch.Tensor]) -> _ResultTolerance:
+def _tolerance_of_result(name: str, exact: torch.Tensor, noisy: list[torch.Tensor]) -> _ResultTolerance:
     """Return the tolerance of a result of floating-point or complex numbers, by passes with noise."""
     is_complex = exact.is_complex()
     if is_complex:
-        exact, passed = parts_of(exact), [parts_of(values) for values in passed]
-    check_dtype(name, passed[0].dtype)
-    is_finite = torch.stack([exact, *passed]).isfinite().all(0)
-    truth, *finite = (values.masked_fill(~is_finite, 0) for values in (exact, *passed))
+        exact, noisy = parts_of(exact), [parts_of(values) for values in noisy]
+    check_dtype(name, noisy[0].dtype)
+    # an element that is not finite somewhere has no error to measure: it is zero in all
+    is_finite = torch.stack([exact, *noisy]).isfinite().all(0)
+    truth, *finite = (values.masked_fill(~is_finite, 0) for values in (exact, *noisy))
     spread = allowance(finite, truth)
     allowed, sizes = spread.allowed(truth, finite[0].dtype), truth.abs()
     if is_complex:
-        # a distance in the plane: where each part is off by at most a + r |part|, both are by |a, a'| + r |number|
+        # the length of both parts' errors: with a + r |x| and b + r |y| for these, at most |(a, b)| + r |x + iy|
         allowed = torch.linalg.vector_norm(allowed, dim=0)
         sizes = torch.linalg.vector_norm(sizes, dim=0)
     relative = 2 * float(spread.limits.element) * UNIT_ROUNDOFF[finite[0].dtype] / math.sqrt(3)

@@ -90,6 +90,8 @@ def deterministic(
     ------
     UsageError
         This torch refuses one of the overrides.
+    TypeError
+        An override is no setting.
     """
     unknown = overrides.keys() - SETTINGS.keys()
     if unknown:
@@ -99,6 +101,7 @@ def deterministic(
     with _generators_kept():
         try:
             _apply(asked, chosen=overrides)
+            # torch may report the library that it chose, which would look like a change of what was asked for
             asked |= {name: _read(name) for name, value in asked.items() if value == DEFAULT_LIBRARY}
             seed_all(seed)
             _requests.append(_Request(asked=asked, pins=pins))
@@ -124,7 +127,8 @@ def _requested_settings(
     readable = {name: value for name, value in before.items() if not _is_unreadable(value)}
     asked = readable | {name: value for name, value in pinned().items() if _exists(name)} | asked
     if "mkldnn_matmul_fp32_precision" in overrides and "float32_matmul_precision" not in overrides:
-        del asked["float32_matmul_precision"]  # torch tells it only where all backends share it
+        # torch reports it only while all backends have the same precision, which this override may end
+        del asked["float32_matmul_precision"]
     if threads is not None:
         asked[THREADS] = threads
     return asked
@@ -155,7 +159,7 @@ def switched(**overrides: Any) -> Iterator[None]:
 
 
 def restore(asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Set back every setting that is not as requested; return the values that these had, by setting."""
+    """Set back every setting that is not as requested; return the value that each of these had, by setting."""
     values = changed(asked)
     if values:
         _apply(asked)  # all of them: torch moves some together with others, and so does putting these back
@@ -179,7 +183,9 @@ def seed_all(seed: int = SEED) -> None:
     np.random.seed(seed)  # noqa: NPY002 - models draw from the global generator
     if torch.accelerator.current_accelerator() is None:
         torch.default_generator.manual_seed(seed)
-    else:  # of each kind of device that is not in use it notes the call's stack, which takes longer than all else here
+    else:
+        # not without an accelerator: for each type of device that is not in use `torch.manual_seed` stores the stack of
+        # the call, which takes longer than all else here
         torch.manual_seed(seed)
 
 
@@ -276,8 +282,10 @@ def _attribute(owner: str, name: str) -> _Access:
         return getattr(part_of_torch(), name)
 
     def write(value: Any) -> None:
-        with suppress(RuntimeError):  # torch does not tell it after its old and new switches were both used
-            read()  # raises where torch lacks it: torch 2.8 takes any new attribute of torch.backends
+        # Reading raises AttributeError where torch lacks the attribute: `setattr` alone would make a new one, for torch
+        # 2.8 takes any attribute of torch.backends. RuntimeError only means that the value cannot be told.
+        with suppress(RuntimeError):
+            read()
         setattr(part_of_torch(), name, value)
 
     return read, write

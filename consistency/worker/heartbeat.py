@@ -72,11 +72,14 @@ class _Pulse:
         self.moved_bytes = _moved_bytes()
 
     def is_alive_since(self, before: _Pulse, *, is_on_cpu: bool) -> bool:
-        """Report whether the process has worked since an earlier pulse."""
+        """Report whether the process has worked since an earlier pulse.
+
+        Bytes that it read or touched count anywhere, its processor time only while it computes on the CPU.
+        """
         elapsed_s = self.at - before.at
         is_busy = self.processor_s - before.processor_s > BUSY * elapsed_s
-        has_read = self.moved_bytes - before.moved_bytes > MOVED
-        return has_read or (is_busy and is_on_cpu)
+        has_moved = self.moved_bytes - before.moved_bytes > MOVED
+        return has_moved or (is_busy and is_on_cpu)
 
 
 def _moved_bytes() -> int:

@@ -140,7 +140,7 @@ class Session:
         return context, True
 
     def _is_left_out(self, record: Recorder, spec: StageSpec) -> bool:
-        """Report whether a stage is not to run now; record why it has no result, unless it has run already."""
+        """Report whether a stage is not run in its turn; record why it has no result, unless it has run already."""
         if spec.on_base and spec.stage in self._begun:
             return True  # it has run between loading the base and loading the adapter
         if spec.model is not Model.UNUSED and self._model_loss:
@@ -165,7 +165,13 @@ class Session:
             return None
 
     def _run(self, spec: StageSpec, context: Machine) -> None:
-        """Run a stage. One that raises loses itself, and the stages after it only where it left the model changed."""
+        """Run a stage. One that raises is blocked; stages after it have no model only where it left that changed.
+
+        Raises
+        ------
+        KernelAssertedError
+            The device is lost.
+        """
         self._begun.add(spec.stage)
         if isinstance(context, Context):
             _release_pages(context.base, context.expected)
@@ -181,15 +187,16 @@ class Session:
             if not is_of_a_stage(error, context.device):
                 raise
             self._lose_stage(spec, context, error)
-            self._check(spec.stage)
+            self._end(spec.stage)
             return
+        # it ran with the adapter loaded in another way, so nothing is known of the way that PEFT takes by default
         if spec.stage == standard.ADAPTER and self._detour:
             record_blocked(context.record, spec, self._detour, raised=self._detour)
-        self._check(spec.stage)
+        self._end(spec.stage)
         self._update(stages_done=(*self._state.stages_done, spec.stage))
 
     def _describe_inputs(self, context: Context) -> None:
-        """Write the digest of the inputs, and where they come from, to the worker's state."""
+        """Write the digest of the inputs, None where there are none, and their source to the worker's state."""
         inputs, _, source = sourced_inputs(self._job.case, context.base.model)
         digest = None if inputs is None else digest_of(inputs)
         facts = {"inputs": source} if source else {}
@@ -218,7 +225,7 @@ class Session:
         for step in final_steps(self._job.case).values():
             self._begin(step.name)
             pkgutil.resolve_name(step.run)(after)
-            self._check(step.name)
+            self._end(step.name)
 
     def _load(self, machine: Machine, specs: list[StageSpec]) -> Context:
         """Load base and adapter; the stage `base` runs in between."""
@@ -272,13 +279,13 @@ class Session:
             self._update(environment={**self._state.environment, "adapter": self._detour})
         files = WeightFiles.of_adapter(path, allow_pickle=case.allow_pickle)
         expected = expected_adapter(adapter.model, files)
-        self._check("load adapter")
+        self._end("load adapter")
         self._begin("base, after the adapter")
         changed = context.changed_base()
         for spec in specs:
             if spec.after_adapter:
                 pkgutil.resolve_name(spec.after_adapter)(context, changed)
-        self._check("base, after the adapter")
+        self._end("base, after the adapter")
         adapted = dataclasses.replace(
             context,
             model=adapter.model,
@@ -299,7 +306,7 @@ class Session:
         if self._bases.keeps:
             self._begin("take the adapter off")
             taken = self._bases.take(job)
-            self._check("take the adapter off")
+            self._end("take the adapter off")
         if isinstance(taken, Taken):
             self._describe_taken_base(taken)
             self._structure = taken.structure if self._bases.is_wanted_after(job) else None
@@ -311,8 +318,8 @@ class Session:
         if job.device != "cpu":
             self._update(environment={**self._state.environment, "placement": str(placed)})
         loaded = load_base(job.case, job.device, offload=placed.offload)
-        self._check("load base")
-        # a base on the host is mapped anew in no time
+        self._end("load base")
+        # an offloaded base stays on the host and is not kept: it is mapped anew in no time
         is_kept_for_next = self._bases.is_wanted_after(job) and loaded.offload is None
         self._structure = Structure(loaded.model) if is_kept_for_next else None
         return loaded
@@ -343,8 +350,11 @@ class Session:
             shape = Shape()
         return Setting(shape=shape, case=job.case, on_device=job.device != CPU, makes_reference=job.makes_reference)
 
-    def _check(self, stage: str) -> None:
-        """Record the memory that a stage took, the other devices it touched, and settings it changed; restore these."""
+    def _end(self, stage: str) -> None:
+        """End what `_begin` began: record its memory, the other devices it touched, and settings it changed.
+
+        Settings that were asked for are set back.
+        """
         self._placement.look(stage)
         memory = self._memory.end(stage)
         restored = determinism.restore(self._asked)

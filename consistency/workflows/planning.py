@@ -53,9 +53,9 @@ def budgets_of(suite: SuiteOptions, devices: Sequence[DeviceInfo]) -> dict[str, 
 
 
 MOST_CASES_AT_ONCE = 6
-"""One process compares the cases and writes their reports. Of the processor time of a thousand small cases that was a
-sixteenth at level `standard` and half at `quick`: more lanes would wait for it at the one, and have
-some use at the other. A choice between them, measured with two lanes alone."""
+"""One process compares all cases and writes their reports. With a thousand small cases it took half of the processor
+time at level `quick`, where more lanes would wait for it, and a sixteenth at `standard`, where more would have some
+use. Six is a choice between these; measured with two lanes alone."""
 
 
 def cases_at_once(
@@ -100,7 +100,7 @@ def _cores(devices: Sequence[DeviceInfo]) -> int:
 
 
 def _threads(devices: Sequence[DeviceInfo]) -> int:
-    """Return the threads of a worker of the CPU that has its share of the cores."""
+    """Return the threads of one worker of the CPU, where these devices share the cores."""
     return worker_threads(None, threads_per_worker(len(devices))) or 1
 
 
@@ -119,12 +119,14 @@ def _fit_to_devices(case: Case, devices: Sequence[DeviceInfo]) -> Case:
     if case.load_paths is not None:
         if reason and any(path.main is LoadPath.SHARED for path in case.load_paths):
             raise UsageError("the workers cannot see all devices", where="--load-paths", got=reason, wanted="isolated")
+        # the user chose the load paths, so none of them is left out for that reason
         case = msgspec.structs.replace(case, not_shared="")
     else:
         case = msgspec.structs.replace(case, not_shared=reason)
     of_level = set(requested(case.level, case))
-    are_stages_chosen = set(case.stages) not in (of_level, of_level & set(MODEL_LESS))
-    if are_stages_chosen or case.level is not Level.THOROUGH:
+    # without options a case has all stages of its level, or, where only the host is checked, those without a model
+    has_default_stages = set(case.stages) in (of_level, of_level & set(MODEL_LESS))
+    if not has_default_stages or case.level is not Level.THOROUGH:
         return case
     if reason or not _are_two_equal(devices):
         return case

@@ -26,7 +26,7 @@ class CompiledErrors:
     def __init__(self, kernel: Kernel, *, chunk: int = CHUNK) -> None:
         self._kernel = kernel
         self._chunk = chunk
-        self._seen = Errors(worst=-1)
+        self._by_kernel = Errors(worst=-1)
         self._by_numpy = ErrorTally()
         self._sums: list[np.ndarray] = []
         self._has_ratio = False
@@ -40,8 +40,9 @@ class CompiledErrors:
         computed = _computed(stretch)
         self._has_ratio = self._has_ratio or computed.allowance != ALLOWANCES.index("none")
         kind = name_of(stretch.actual.dtype)
+        # The kernel updates `_by_kernel` and fills `sums`, both without the chunks that it leaves out.
         left_out = self._kernel.errors(
-            kind, computed, self._seen, start=stretch.start, elements=elements, chunk=self._chunk, sums=sums
+            kind, computed, self._by_kernel, start=stretch.start, elements=elements, chunk=self._chunk, sums=sums
         )
         self._sums.append(sums)
         for number in left_out.tolist():
@@ -49,21 +50,21 @@ class CompiledErrors:
 
     def tally(self) -> ErrorTally:
         """Return the tally of all stretches so far."""
-        seen = self._seen
+        errors = self._by_kernel
         tally = ErrorTally(
-            mismatched=seen.mismatched,
-            max_abs=seen.max_abs,
-            max_rel=seen.max_rel,
-            max_ulp=seen.max_ulp,
-            ratio=seen.ratio if self._has_ratio else None,
-            magnitude=seen.magnitude,
+            mismatched=errors.mismatched,
+            max_abs=errors.max_abs,
+            max_rel=errors.max_rel,
+            max_ulp=errors.max_ulp,
+            ratio=errors.ratio if self._has_ratio else None,
+            magnitude=errors.magnitude,
         )
         for sums in self._sums:
             tally.sums += sums[0].tolist()
             tally.squares += sums[1].tolist()
-        if seen.worst >= 0:
-            score = seen.ratio if self._has_ratio else seen.max_abs
-            tally.worst = WorstError(score=score, index=seen.worst, exact=seen.worst_exact)
+        if errors.worst >= 0:
+            score = errors.ratio if self._has_ratio else errors.max_abs
+            tally.worst = WorstError(score=score, index=errors.worst, exact=errors.worst_exact)
         tally.include(self._by_numpy)
         return tally
 
@@ -93,7 +94,7 @@ def _computed(stretch: Stretch) -> Computed:
         computed.product_or_rtol, computed.weight = allowance.product, allowance.weight
         computed.floor_or_atol = allowance.floor
     elif size is not None:
-        computed.allowance = ALLOWANCES.index("given")
+        computed.allowance = ALLOWANCES.index("given")  # without a rule, `size` is the tolerance of each element
     if size is not None:
         computed.size = size.ctypes.data
     return computed

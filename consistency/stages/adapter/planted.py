@@ -43,7 +43,7 @@ def one_bit(tensors: Tensors) -> None:
 
 @_in_adapter_file
 def one_bit_of_a(tensors: Tensors) -> None:
-    _flip(tensors, _a_tensor(tensors, "lora_A"))
+    _flip(tensors, _second_tensor(tensors, "lora_A"))
 
 
 def _flip(tensors: Tensors, name: str) -> None:
@@ -67,6 +67,8 @@ def two_layers(tensors: Tensors) -> None:
 
 
 def _through(dtype: torch.dtype) -> Callable[[Tensors], None]:
+    """Return a change that casts each tensor to a dtype and back."""
+
     def change(tensors: Tensors) -> None:
         for name in tensors:
             tensors[name] = tensors[name].to(dtype).to(tensors[name].dtype)
@@ -97,14 +99,16 @@ def half_a_page(tensors: Tensors) -> None:
 
 @_in_adapter_file
 def missing_key(tensors: Tensors) -> None:
-    del tensors[_a_tensor(tensors)]
+    del tensors[_second_tensor(tensors)]
 
 
 def _no_a(tensors: Tensors) -> None:
-    del tensors[_a_tensor(tensors, "lora_A")]
+    """Leave out one lora_A, so that PEFT does not write its parameter."""
+    del tensors[_second_tensor(tensors, "lora_A")]
 
 
 no_a = _in_adapter_file(_no_a)
+# the first load is the model's; only the adapter's second load, over poison, misses the tensor
 no_a_later = _in_adapter_file(_no_a, spared=1)
 
 
@@ -128,7 +132,8 @@ def _two_of_a_shape(tensors: Tensors) -> tuple[str, str]:
     raise ValueError("no two tensors have the same shape")
 
 
-def _a_tensor(tensors: Tensors, part: str = "lora_B") -> str:
+def _second_tensor(tensors: Tensors, part: str = "lora_B") -> str:
+    """Return the name of the second tensor whose name has this part."""
     return sorted(name for name in tensors if part in name)[1]
 
 

@@ -97,6 +97,9 @@ T = TypeVar("T")
 Results = dict[str, torch.Tensor]
 """Results of modules on the CPU, by the names of their places."""
 
+PassReaders = dict[str, list[Callable[[str], torch.Tensor | None]]]
+"""By the name of the products, a function for each noisy pass: it returns the result of a name, None where none is."""
+
 NOT_JUDGED = "shown, not judged: over the whole model rounding errors add up, and a trained model amplifies them"
 
 
@@ -187,6 +190,7 @@ def _run_with_reference(
         if not on_cpu:  # merged and unmerged outputs are compared on the CPU alone: errors of the device are not in it
             computed = {mode: in_mode(twin, mode, functools.partial(activations, twin, inputs)) for mode in ends}
             ends.clear()  # or the caller holds the outputs of the device meanwhile
+        # makes what lets one more pass from end to end decide as the float64 pass did
         again = functools.partial(exact.track.other, f"{ON}.{END_TO_END}")
         record_merge_effect(context, twin, inputs, computed=computed, refused=refused, exact=exact.ends, again=again)
         _let_plugins_judge(context, twin, inputs, exact)
@@ -209,7 +213,13 @@ def _run_ends(context: Context, inputs: Activations) -> tuple[dict[str, Activati
 
 
 def _judge_all(context: Context, inputs: Activations, ends: dict[str, Activations], reference: Reference | str) -> None:
-    """Record the outputs and the blocks of every mode; without a reference, but with the reason, all are blocked."""
+    """Record the outputs and the blocks of every mode.
+
+    Parameters
+    ----------
+    reference : Reference or str
+        A text is the reason why there is no reference: the outputs of every mode are then blocked, and no block is run.
+    """
     if isinstance(reference, str):
         context.record.skipped("forward", reference, *ends, status="blocked")
         return
@@ -238,7 +248,7 @@ def results_of(model: torch.nn.Module, inputs: Activations, given: Given, began:
 def _judge_blocks(context: Context, inputs: Activations, mode: str, reference: Reference) -> None:
     """Run the blocks in a mode on the reference's block inputs, and record their results."""
     computation = _compute_blocks(context, inputs, mode, reference)
-    # what is given to a merged adapter is given with the adapter on, whose row says so already
+    # a merged adapter has the block inputs of the adapter on, and these have a row already
     if mode != MERGED and context.record.wants("forward", WHOLE_MODEL):
         record_given(context, "forward", mode, reference)
     if not_called := computation.attention.never_called():
@@ -371,10 +381,7 @@ def _in_mode_or_skip(context: Context, inputs: Activations, mode: str, run: Call
 def _record_ends(
     context: Context, mode: str, ends: Activations, reference: Reference, evidence: Mapping[str, Any]
 ) -> None:
-    """Record the outputs of the device's pass from end to end, and their distance from the float64 outputs.
-
-    Only a user's tolerance judges them; without one they are shown: see `NOT_JUDGED`.
-    """
+    """Record the outputs of the device's pass from end to end, and their distance from the float64 outputs."""
     for name, output in ends.items():
         if context.record.wants("forward", name):
             _record_end(context, mode, name, output, reference, evidence)
@@ -383,6 +390,10 @@ def _record_ends(
 def _record_end(
     context: Context, mode: str, name: str, output: torch.Tensor, reference: Reference, evidence: Mapping[str, Any]
 ) -> None:
+    """Record one output of that pass, with how many of its most likely words are others.
+
+    Only a user's tolerance judges it. Without one it is shown, `within` where its distance is finite: see `NOT_JUDGED`.
+    """
     exact = reference.read(f"{END_TO_END}::{_exact_mode(mode)}::{name}")
     truth = None
     # of a large model the reference has the first sequence alone, so the first dimensions may differ
@@ -427,8 +438,9 @@ def _make_reference(context: Context, model: torch.nn.Module, inputs: Activation
     case, exact = context.job.case, Exact(track=Track(_decisions_file(context)))
     modes = _modes(context)
     # of a large model one sequence shows how far the outputs are from float64
-    is_whole = len(_block_modes(context, model)) == len(modes) or bool(_output_judges(context))
-    end_inputs = inputs if is_whole else first_sequences(inputs, 1)
+    is_small = len(_block_modes(context, model)) == len(modes)
+    takes_all_sequences = is_small or bool(_output_judges(context))
+    end_inputs = inputs if takes_all_sequences else first_sequences(inputs, 1)
     spreads_by_title: dict[str, dict[str, Spread]] = {}
     for mode in modes:
         drawn = _compute_mode(context, model, inputs, mode, exact, end_inputs=end_inputs)
@@ -465,11 +477,11 @@ def _compute_mode(
     exact: Exact,
     *,
     end_inputs: Activations,
-) -> dict[str, list[Callable[[str], torch.Tensor | None]]] | None:
-    """Compute a mode in float64 into `exact`, and then with noise.
+) -> PassReaders | None:
+    """Compute a mode in float64 into `exact`, and then with noise; return readers of the noisy passes.
 
-    Return what reads the results of each noisy pass, by the name of its products; None where the blocks of the mode are
-    not compared, or where there are no float64 results.
+    None where the blocks of the mode are not compared, or where there are no float64 results. A model that refuses the
+    mode is noted in `exact.failures`; an adapter that PEFT does not merge or disable is not.
     """
     is_compared = mode in _block_modes(context, model)
     try:
@@ -529,13 +541,8 @@ def _compute_in_float64(
     exact.ends.update({f"{mode}::{name}": tensor.to(torch.float64) for name, tensor in ends.items()})
 
 
-def _draw(
-    context: Context, model: torch.nn.Module, inputs: Activations, mode: str, exact: Exact
-) -> dict[str, list[Callable[[str], torch.Tensor | None]]]:
-    """Compute a mode with noise, on the exact pass's block inputs and decisions.
-
-    Return what reads the results of each noisy pass by their names, by the name of the products.
-    """
+def _draw(context: Context, model: torch.nn.Module, inputs: Activations, mode: str, exact: Exact) -> PassReaders:
+    """Compute a mode with noise, on the exact pass's block inputs and decisions; return readers of the noisy passes."""
     kernels = half_kernels.replacement(model, tokens_of(inputs))
     given = functools.partial(Reference.of_this_process(exact.given).given, _exact_mode(mode))
 
@@ -559,14 +566,17 @@ def _draw(
     drawn = draw(context, model, compute, passes, named=_products_suffix(mode))
     if _output_judges(context):
         _draw_ends(context, model, inputs, mode, exact)
-    readers: dict[str, list[Callable[[str], torch.Tensor | None]]] = {}
+    readers: PassReaders = {}
     for title, noisy_passes in drawn.items():
         readers[title] = [results.get for results in noisy_passes]
     return readers
 
 
 def _draw_ends(context: Context, model: torch.nn.Module, inputs: Activations, mode: str, exact: Exact) -> None:
-    """Compute the outputs from end to end with noise into `exact`, for the plug-ins that judge by them."""
+    """Compute the outputs from end to end with noise into `exact`, for the plug-ins that judge by them.
+
+    Of the passes with the products of each worker, those with this CPU's are kept.
+    """
     logits = exact.ends.get(f"{_exact_mode(mode)}::{LOGITS}")
     if logits is not None:
         run_model = functools.partial(in_mode, model, mode, functools.partial(activations, model, inputs))
@@ -631,7 +641,7 @@ def _modes(context: Context) -> list[str]:
 
 
 def _block_modes(context: Context, model: torch.nn.Module) -> list[str]:
-    """Return the modes whose blocks are compared: of a large model, with the adapter alone.
+    """Return the modes whose blocks are compared: all, or of a large model the first: adapter on, where one is given.
 
     The same weights are multiplied by the same kernels without it, and the stage `merged` judges merged weights.
     """

@@ -126,7 +126,8 @@ def _record_together(
     context: Context, place: str, layer: Any, deltas: list[Computed], merged_weights: Iterator[Computed]
 ) -> None:
     """Make the merged weights of a layer, and record them with its delta: their exact values are made once."""
-    # a plain LoRA's merge adds the delta, and half of its time is computing it; runs that are compared compute anew
+    # Half of the time of a plain LoRA's merge is computing the delta, so the merges take the one that is there; not
+    # with `repeat`, where each run has to compute its own, for the runs are compared.
     delta = None
     if deltas and context.job.case.repeat == 1:
         delta = deltas[0].actual
@@ -142,7 +143,7 @@ def _record_together(
 
 
 def _first_tensor_not_in_file(context: Context, name: str, layer: Any) -> str:
-    """Return the first tensor of the adapter in a layer that its file does not hold, by PEFT's name for it."""
+    """Return the first tensor of the adapter in a layer that its file does not hold, by PEFT's name; else ''."""
     for parameter_name, _ in layer.named_parameters():
         is_of_adapter = f".{ADAPTER_NAME}" in f".{parameter_name}"
         if is_of_adapter and f"{name}.{parameter_name}" not in context.expected:
@@ -151,7 +152,10 @@ def _first_tensor_not_in_file(context: Context, name: str, layer: Any) -> str:
 
 
 def _form(context: Context, name: str, layer: Any) -> Form | None:
-    """Return the closed form of a layer whose weight is in a format that has a bound: a quantized one is in none."""
+    """Return the closed form of a layer; None where its method has none, or its weight is in no format with a bound.
+
+    A quantized weight is in no such format.
+    """
     if maker_of(layer) is None or has_quantized_weight(layer) or weight_of(layer).dtype not in UNIT_ROUNDOFF:
         return None
     return form_of(context, name, layer, lambda: _base_weight(context, name, layer))
@@ -200,7 +204,7 @@ def _record_bias(context: Context, place: str, bias: torch.Tensor, exact: Typed,
 
 
 def _refuse_without_weight(layer: Any) -> None:
-    """Let PEFT say why it does not merge what has no weight of its own, such as a whole block."""
+    """Merge a layer that has no weight of its own, such as a whole block, for the error by which PEFT refuses it."""
     if hasattr(layer, "get_param") or hasattr(layer.get_base_layer(), weight_name(layer)):
         return
     with restored(layer):
@@ -268,11 +272,12 @@ def _rounding_error(context: Context, name: str, layer: Any, truth: Truth, *, sa
     if exact is None:
         return None
 
-    def samples(weight: Readable, truth: Readable) -> int:
-        return independent_lines(mapped(weight)[None], mapped(truth)[None])
+    def count_independent(weight: Readable, exact_weight: Readable) -> int:
+        # `independent_lines` takes `(passes, *shape)`: this is one pass
+        return independent_lines(mapped(weight)[None], mapped(exact_weight)[None])
 
-    def samples_by_name(weight: torch.Tensor) -> dict[str, int]:
-        return {name: samples(weight, exact)} if weight.shape == exact.shape else {}
+    def independent_by_name(weight: torch.Tensor) -> dict[str, int]:
+        return {name: count_independent(weight, exact)} if weight.shape == exact.shape else {}
 
     def merge() -> torch.Tensor:
         with _disable_current_modes():  # reading the files is not part of the merge
@@ -280,10 +285,10 @@ def _rounding_error(context: Context, name: str, layer: Any, truth: Truth, *, sa
         return _merge_copy(twin, safe=safe)
 
     passes = cpu_error.passes_for(exact.numel() * max(exact.shape, default=1))
-    drawn = cpu_error.draw(products_of(context.device), passes, merge, samples_by_name)
+    drawn = cpu_error.draw(products_of(context.device), passes, merge, independent_by_name)
     if drawn[0].shape != exact.shape:
         return None
-    return cpu_error.rounding_error(drawn, exact, samples)
+    return cpu_error.rounding_error(drawn, exact, count_independent)
 
 
 def _copy_from_files(context: Context, name: str, layer: Any) -> Any:
@@ -302,6 +307,7 @@ def _copy_from_files(context: Context, name: str, layer: Any) -> Any:
 
 
 def _merge_copy(twin: Any, *, safe: bool) -> torch.Tensor:
+    """Merge into a copy of a layer, which stays merged; return its weight."""
     with torch.no_grad():
         twin.merge(safe_merge=safe, adapter_names=[ADAPTER_NAME])
         return weight_of(twin)

@@ -275,13 +275,14 @@ class Placement:
         now, before = Allocator(device.type).figures(device), self._before.get(device, Figures())
 
         def excess(name: str) -> int | None:
+            # A peak was reset when `_before` was read, so it has counted from the bytes that were there then.
             count, count_before = getattr(now, name), getattr(before, name.removeprefix("peak_"))
             return None if count is None else max(0, count - (count_before or 0))
 
         return Figures(**{field.name: excess(field.name) for field in fields(Figures)})
 
     def context(self, device: torch.device) -> ContextSeen:
-        """Return whether there is a context; one that was opened on purpose hides any other."""
+        """Return whether there is a context; unknown once it was opened on purpose, unless it was seen before that."""
         if device in self._opened and (device, "context") not in self._touches:
             return ContextSeen(exists=None, reason=self._opened[device])
         return self._contexts.look(device)
@@ -315,7 +316,7 @@ class Placement:
 
 
 class _FirstCall(TorchDispatchMode):
-    """Inspect the result of every operation, and change nothing."""
+    """Note the first operation that makes a tensor on each of some devices in `calls`; change no result."""
 
     def __init__(self, devices: frozenset[torch.device], calls: dict[torch.device, Call]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -246,7 +246,7 @@ def test_a_worker_tells_what_became_of_it(tmp_path: Path, monkeypatch: pytest.Mo
     session._state = WorkerState(environment=untried)
     triton_digest._states[CUDA] = triton_digest.FUSED
     monkeypatch.setattr(environment, "products", lambda _: {})  # of a GPU that is not here
-    session._check("base")
+    session._end("base")
     assert session._state.environment == {"torch": "2", "digest_kernel": "fused"}
 
 

@@ -26,7 +26,7 @@ _LEAST_NEIGHBOURS = 4
 """Layers of one kind from which the usual magnitude of their factors is taken."""
 
 _FAR = 1024.0
-"""How many times the median of its kind the largest element of a factor may be, or a part of it.
+"""How many times larger or smaller than the median of its kind the largest element of a factor may be.
 
 Of adapters that were trained, layers of one kind differ by ten times and more; a factor that a wrong unit, a skipped
 scaling or a diverged step has left is off by the ratio of learning rates or of dtypes, which is thousands.
@@ -46,10 +46,13 @@ def remarks_on_values(contents: Sequence[TensorContents], *, says_all: bool) -> 
         Say it too where no layer adds anything; a run says that by what the adapter does to the outputs.
     """
     layers = {layer: parts for layer, parts in by_layer(contents).items() if is_known_method(parts)}
-    changes_more = {tensor.layer.removesuffix(".lora_B") for tensor in contents if tensor.layer.endswith(".lora_B")}
-    untrained = {
-        layer: part for layer, parts in layers.items() if layer not in changes_more and (part := inert_part(parts))
-    }
+    # `q_proj.lora_B.bias` is read as the tensor `bias` of a layer `q_proj.lora_B`: it changes q_proj if lora_B is 0 too
+    with_bias = {tensor.layer.removesuffix(".lora_B") for tensor in contents if tensor.layer.endswith(".lora_B")}
+    untrained = {}
+    for layer, parts in layers.items():
+        inert = inert_part(parts)
+        if inert and layer not in with_bias:
+            untrained[layer] = inert
     remarks = []
     if untrained and (says_all or len(untrained) < len(layers)):
         is_zero = all(layers[layer][part].is_zero for layer, part in untrained.items())
@@ -66,14 +69,17 @@ def remarks_on_config(
     config: Mapping[str, Any], contents: Sequence[TensorContents], keys: Collection[str]
 ) -> list[AdapterRemark]:
     """Return what the file and adapter_config.json say differently."""
-    found = config_fit.mismatches(config, by_layer(contents), keys)
+    mismatches = config_fit.mismatches(config, by_layer(contents), keys)
     return [
-        AdapterRemark(flaw=AdapterFlaw.CONFIG_MISMATCH, text=one.text, todo=one.todo, is_error=one.is_error)
-        for one in found
+        AdapterRemark(
+            flaw=AdapterFlaw.CONFIG_MISMATCH, text=mismatch.text, todo=mismatch.todo, is_error=mismatch.is_error
+        )
+        for mismatch in mismatches
     ]
 
 
 def _factors(parts: Mapping[str, TensorContents]) -> dict[str, TensorContents]:
+    """Return the matrices among the tensors of a layer that are factors of a LoRA, by name."""
     return {part: tensor for part, tensor in parts.items() if _FACTOR.fullmatch(part) and len(tensor.shape) == 2}
 
 
@@ -102,7 +108,8 @@ def _far_from_neighbours(factors: Factors) -> Iterator[AdapterRemark]:
     by_kind: dict[tuple[str, str], dict[str, float]] = defaultdict(dict)
     for layer, parts in factors.items():
         for part, tensor in parts.items():
-            if not tensor.is_zero:  # of which something else is said, or nothing: DoRA's magnitude may act alone
+            # a factor of zeros is no odd one: its layer is untrained, or has an effect by DoRA's magnitude alone
+            if not tensor.is_zero:
                 by_kind[re.sub(r"\d+", "N", layer), part][layer] = tensor.largest
     odd: list[str] = []
     for (_, part), largest in by_kind.items():
