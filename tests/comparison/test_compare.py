@@ -102,7 +102,7 @@ def test_an_allowance_that_zeros_would_pass_judges_nothing(make_capture: MakeCap
     assert found.verdict == "incomplete", "nothing was compared"
     note = found.findings[-1]
     assert (note.severity, note.kind) == ("note", "skipped")
-    assert "too few values to measure the rounding error" in note.message
+    assert "too few values to tell rounding from a wrong result" in note.message
     assert "on cpu, cuda:0" in note.message
 
 
@@ -185,7 +185,7 @@ def test_hosts_whose_float64_passes_rounded_otherwise_are_told_so(make_capture: 
     assert found.verdict == "consistent"
     (row,) = (t.outcomes[1] for t in found.tensors if t.tensor.endswith(GIVEN))
     assert row.status == "skipped"
-    assert "float64 that rounds otherwise on this host" in (row.reason or "")
+    assert "float64 that rounds differently on this host" in (row.reason or "")
     same = compared(*(make_capture(host, {"cpu": [given("x"), moved()]}) for host in ("c", "d")))
     assert {outcome.status for t in same.tensors for outcome in t.outcomes} == {"equal"}
 
