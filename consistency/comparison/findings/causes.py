@@ -465,7 +465,7 @@ def _renaming(cause: _Cause, group: _Group, groups: Mapping[_Cause, _Group]) -> 
     # this prefix begins all names in an adapter's file, and is not shown
     file_part = file_part.removesuffix("base_model.model.") or file_part
     if not model_part:
-        return f"but for {file_part!r} in their names they are the missing ones"
+        return f"without {file_part!r} in their names they are the missing ones"
     return f"the file has {file_part!r} where the model has {model_part!r}"
 
 

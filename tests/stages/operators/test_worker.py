@@ -159,5 +159,5 @@ def test_a_bound_that_zeros_would_pass_is_skipped_where_each_step_is_rounded(
     found = look(tmp_path, only=("operators::softmax",))
     skipped = {r.dtype: r.reason for r in found.values() if r.status == "skipped"}
     assert set(skipped) == {"bfloat16"}
-    assert "sums are added up in bfloat16: the bound of so long a sum would let" in str(skipped["bfloat16"])
+    assert "sums are added up in bfloat16: the bound for such a long sum would let" in str(skipped["bfloat16"])
     assert {r.dtype for r in found.values() if r.status == "within"} == {"float16", "float32"}
