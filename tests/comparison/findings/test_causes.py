@@ -199,8 +199,8 @@ def test_a_tolerance_that_fails_what_is_correctly_rounded_is_to_blame_itself() -
 @pytest.mark.parametrize(
     ("own", "wanted", "says"),
     [
-        ("_orig_mod.base_model.model.model.layers.{}.q", "model.layers.{}.q", "without '_orig_mod.' in their names they are"),
-        ("module.model.layers.{}.q", "model.layers.{}.q", "but for 'module.' in their names they are the missing ones"),
+        ("_orig_mod.base_model.model.model.layers.{}.q", "model.layers.{}.q", "without '_orig_mod.' in their names"),
+        ("module.model.layers.{}.q", "model.layers.{}.q", "without 'module.' in their names they are the missing ones"),
         (
             "model.layers.{}.q", "model.language_model.layers.{}.q",
             "the file has 'model.' where the model has 'model.language_model.'",
