@@ -1,7 +1,8 @@
 """Run the benchmarks whose figures `docs/performance.md` shows, and write that page.
 
-    python -m benchmarks.performance_page                    # run them, print the page; about half an hour on two cores
+    python -m benchmarks.performance_page                    # run the quick ones, print the page; five minutes
     python -m benchmarks.performance_page --write            # into docs/performance.md
+    python -m benchmarks.performance_page --write --long     # those of real sizes too; half an hour on two cores
     python -m benchmarks.performance_page --only Digests     # run one section, print it
 
 The page has what the commands printed, on the machine and the day it was written: a figure that is not measured again
@@ -22,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,7 +37,7 @@ _MOST_LINES = 16  # of what a command prints
 
 _LIBRARIES = ("torch", "transformers", "peft", "numpy")
 
-_START_ROUNDS = 5
+_START_ROUNDS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,11 +52,14 @@ class Section:
         What is compared, and what to read in the figures.
     command : str
         After `python -m benchmarks.`; `SHAPES` stands for a folder with a model.
+    is_long : bool
+        Whether it takes minutes: without `--long` the page has its command alone.
     """
 
     title: str
     says: str
     command: str
+    is_long: bool = False
 
 
 SECTIONS = (
@@ -64,6 +68,7 @@ SECTIONS = (
         says="A base of 495 MB with a LoRA of rank 16 on all its linear layers, stages base, adapter and merged, three "
         "workers. *Bare* are three processes, one after the other, that import, load base and adapter, and merge.",
         command="run --rounds 2",
+        is_long=True,
     ),
     Section(
         title="A model of 1.1 B parameters",
@@ -71,11 +76,13 @@ SECTIONS = (
         "*Bare* is the same work by hand: for `gradient` two plain backward passes and one in float64, block by "
         "block; for the rest loading, merging, two forward passes and one in float64.",
         command="large SHAPES",
+        is_long=True,
     ),
     Section(
         title="What --plan says, and what the run takes",
         says="The same model: memory by stage, estimated by `consistency run --plan`, and the worker's peak.",
         command="budget SHAPES --threads 1",
+        is_long=True,
     ),
     Section(
         title="Two files of 1 GiB",
@@ -99,12 +106,14 @@ SECTIONS = (
         says="Thirty adapters of ten methods on `builtin:llama`, level `standard`, two cases at a time; one of them "
         "kills its worker, which costs that case alone.",
         command="suite --count 30 --singles 1",
+        is_long=True,
     ),
     Section(
         title="A fleet",
         says="Made-up captures in the real format, compared by the real command on one core; captures × workers × "
         "tensors. Time grows with the bytes of the records, memory hardly.",
         command="scaling --size 125x8x2000 --size 500x8x2000",
+        is_long=True,
     ),
     Section(
         title="The page of a run",
@@ -215,8 +224,8 @@ def _machine() -> str:
     return f"{cores} cores of {names[0]}, Python {platform.python_version()}"
 
 
-def page(shapes: Path) -> str:
-    """Run every section and return the page."""
+def page(shapes: Path, *, with_long: bool) -> str:
+    """Run the sections and return the page; without `with_long`, long ones have their command alone."""
     libraries = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in _LIBRARIES)
     head = _HEAD.format(
         date=datetime.datetime.now(datetime.UTC).date().isoformat(),
@@ -225,8 +234,24 @@ def page(shapes: Path) -> str:
         rounds=_START_ROUNDS,
     )
     parts = [head, "\n".join(started()) + "\n"]
-    parts.extend(section_text(section, shapes) for section in SECTIONS)
+    parts.extend(section_text(section, shapes) for section in SECTIONS if with_long or not section.is_long)
+    left_out = [section for section in SECTIONS if section.is_long and not with_long]
+    if left_out:
+        parts.append("\n".join(_commands_of(left_out)))
     return "\n".join(parts)
+
+
+def _commands_of(sections: Sequence[Section]) -> Iterator[str]:
+    """Yield a part of the page with the commands of sections that were not run."""
+    yield "## Of real sizes"
+    yield ""
+    yield "These take minutes, and `--long` adds them to the page."
+    yield "`DIR` is made by `python -m benchmarks.shapes DIR tinyllama`."
+    yield ""
+    for section in sections:
+        command = section.command.replace(_SHAPES, "DIR")
+        yield f"* {section.title}: `python -m benchmarks.{command}`. {section.says}"
+    yield ""
 
 
 def main() -> None:
@@ -234,6 +259,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help=f"write {PAGE.relative_to(ROOT)}")
     parser.add_argument("--only", choices=[section.title for section in SECTIONS], help="run this section alone")
+    parser.add_argument("--long", action="store_true", help="run those of real sizes too")
     parser.add_argument("--shapes", type=Path, metavar="DIR", help="where the model of 1.1 B is, or is to be made")
     parsed = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
@@ -242,9 +268,9 @@ def main() -> None:
             (section,) = (section for section in SECTIONS if section.title == parsed.only)
             print(section_text(section, shapes))
         elif parsed.write:
-            PAGE.write_text(page(shapes), encoding="utf-8")
+            PAGE.write_text(page(shapes, with_long=parsed.long), encoding="utf-8")
         else:
-            print(page(shapes))
+            print(page(shapes, with_long=parsed.long))
 
 
 if __name__ == "__main__":
