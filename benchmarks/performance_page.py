@@ -193,7 +193,8 @@ def section_text(section: Section, shapes: Path) -> str:
     shown = section.command.replace(_SHAPES, "DIR")
     lines = [line.rstrip() for line in printed.splitlines() if line.strip()]
     output = "\n".join(lines[-_MOST_LINES:]).replace(str(shapes), "DIR")
-    return f"## {section.title}\n\n{section.says}\n\n```console\n$ python -m benchmarks.{shown}\n{output}\n```\n"
+    typed = f"```\n$ python -m benchmarks.{shown}\n```"
+    return f"## {section.title}\n\n{section.says}\n\n{typed}\n\n```text\n{output}\n```\n"
 
 
 def _output_of(words: list[str]) -> str:

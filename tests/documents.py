@@ -15,8 +15,13 @@ _SEPARATORS = {"|", "||", "&&", ";", ">", "2>&1", "#"}
 
 
 def commands(text: str) -> Iterator[list[str]]:
-    """Yield the arguments of every `consistency …` command line, in code blocks and in code spans."""
-    for _, block in FENCE.findall(text):
+    """Yield the arguments of every `consistency …` command line, in code blocks and in code spans.
+
+    A block of the language `text` is what a command printed.
+    """
+    for language, block in FENCE.findall(text):
+        if language == "text":
+            continue
         joined = re.sub(r"\\\n\s*|\n\s+(?=--)", " ", block)  # continued by a backslash, or folded in YAML
         for line in joined.splitlines():
             yield from _commands_of(line)
