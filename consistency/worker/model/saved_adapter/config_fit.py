@@ -18,7 +18,7 @@ from consistency.worker.model.saved_adapter.contents import TensorContents
 from consistency.worker.model.saved_adapter.untrained import is_known_method
 
 DEFAULT_RANK = DEFAULT_ALPHA = 8
-"""Of PEFT's `LoraConfig`: what it takes where the config has no `r`, or no `lora_alpha`."""
+"""The rank, and the alpha, that PEFT takes where adapter_config.json has none (defaults of `LoraConfig`)."""
 
 _FACTOR = re.compile(r"lora_(?:embedding_)?(?P<side>[AB])")
 _MOST_NAMED = 4

@@ -42,7 +42,7 @@ _BLOCK = 1 << 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorContents:
-    """What is known of one tensor.
+    """The magnitudes of one tensor, and where its zeros lie.
 
     Attributes
     ----------

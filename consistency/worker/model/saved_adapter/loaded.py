@@ -1,4 +1,4 @@
-"""What is wrong with an adapter whose tensors torch has read: a run and a check of a merged folder hold them."""
+"""Remarks on an adapter whose tensors torch has read, as a run and a check of a merged folder have them."""
 
 from __future__ import annotations
 

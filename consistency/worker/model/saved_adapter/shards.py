@@ -25,7 +25,7 @@ _LEAST_LAYERS = 2
 _ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth")
 
 Factors = Mapping[str, Mapping[str, TensorContents]]
-"""By layer and part: `lora_A` is (rank, in), `lora_B` (out, rank)."""
+"""Factors by the names of layer and part; `lora_A` is (rank, in), `lora_B` (out, rank)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,7 +65,7 @@ _METHODS: tuple[_Factors | _Terms, ...] = (
     _Terms(re.compile(r"road_theta"), re.compile(r"road_alpha")),
     _Terms(_NONE, re.compile(r"ia3_l")),
 )
-"""Methods by the names of their tensors, as PEFT 0.21 begins them: a test saves one adapter of each, untrained."""
+"""Methods by the names of their tensors, as PEFT 0.21 begins them; a test saves a dozen of them untrained."""
 
 _CHANGES_MORE = re.compile(r"lora_magnitude_vector")
 """Tensors of a layer that change it even where a factor is zero: DoRA's magnitude."""
