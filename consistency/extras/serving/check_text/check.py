@@ -1,24 +1,29 @@
-"""Check whether a model could have written a text: each token's exact logit against the largest.
+"""Check whether a model could have written texts, and whether their log probabilities are the model's.
 
 A writer that always takes the most likely token takes another one only where rounding has put it above. So the gap of
 each token to the largest logit is computed in float64, and what rounding may do to that gap by passes with random
-rounding errors in the dtype that the writer is said to have used. A text that is impossible is held against the
-mistakes that an engine makes with an adapter: each is a pass in float64, and is named where it would have written every
-such text.
+rounding errors in the dtype that the writer is said to have used. Of a sampled text, whose tokens are not the most
+likely ones, log probabilities tell that the model computed it. They are judged by themselves, token by token in the
+same way, and as a whole beside two healthy passes: whether the tokens are possible and whether the log probabilities
+are the model's are two statements.
 
-Where log probabilities are given, they are judged by themselves: whether the tokens are possible and whether the log
-probabilities are the model's are two statements. Of a sampled text, whose tokens are not the most likely ones, they are
-what tells that the model computed it.
+A text that is wrong is held against what could have written it: log probabilities that a sampler has processed, another
+adapter, the mistakes that an engine makes with one, other prompts, other positions. Each is named where it explains
+every wrong text that it is tried on.
+
+Of many texts a sample is judged in float64, and the others by one pass in the dtype; where that is not near enough, in
+float64 too (`screening.py`).
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,45 +31,78 @@ import msgspec
 import torch
 import transformers
 
-from consistency.case.budget.costs import LEAST_PASSES, MOST_PASSES
 from consistency.case.case import Case
 from consistency.case.recognition import has_tokenizer
-from consistency.devices.products import Products
-from consistency.errors import InputError
-from consistency.extras.serving.causes import Cause
-from consistency.extras.serving.check_text.logprobs import LogprobWay, ways_of
-from consistency.extras.serving.check_text.report import LogprobGap, TextReport, TextResult, TokenGap, Verdict
-from consistency.extras.serving.check_text.texts import Text, Tokens, encoded, other_tokens
-from consistency.extras.serving.engine_outputs.explanations import merges, mistakes
-from consistency.extras.serving.engine_outputs.passes import Passes
-from consistency.extras.serving.inference.request import OUTPUT
-from consistency.numerics.decision import CONTINUOUS, Decision
+from consistency.errors import InputError, first_line
+from consistency.extras.serving.check_text.alternatives import (
+    AskedText,
+    Causes,
+    Fit,
+    active,
+    can_disable,
+    causes_of,
+    figures_without_adapter,
+)
+from consistency.extras.serving.check_text.differences import summarize
+from consistency.extras.serving.check_text.judged_text import JudgedText, Step, TokenFigures, chosen_ids
+from consistency.extras.serving.check_text.power import leaning_to, tokens_to_tell, written_by
+from consistency.extras.serving.check_text.processing import Logits, Processing, processings_of, surprise_of
+from consistency.extras.serving.check_text.report import TextReport, TextResult, Told, Verdict
+from consistency.extras.serving.check_text.sampling import Sampling
+from consistency.extras.serving.check_text.screening import PlainText, Screen, plain_logits, plain_text
+from consistency.extras.serving.check_text.summary import LogprobSummary
+from consistency.extras.serving.check_text.texts import Text, Tokens, encoded
 from consistency.numerics.dtype import name_of
-from consistency.numerics.error_spread import Spread
-from consistency.worker.cpu_error import with_noise
-from consistency.worker.model import half_kernels
 from consistency.worker.model.inputs import tokenizer_of
 from consistency.worker.model.loading import load_model
-from consistency.worker.model.merging import MergeRefusedError
-from consistency.worker.model.running import Activations, activations, base_of, model_code
+from consistency.worker.model.running import model_code
 from consistency.worker.recorder import Skip
 
-Step = Callable[[str], None]
+_SAMPLE = 8
+"""Texts that are judged in float64, whatever the screen says of them."""
 
-_MOST_DIVISIONS = 16
-"""Tries to divide one text otherwise into tokens."""
+_MOST_SUSPICIOUS = 16
+"""Texts more that are judged in float64, those that are furthest from a pass in the dtype."""
 
-_MOST_EXPLAINED = 2
-"""Impossible texts that a mistake is held against."""
+_MOST_EXPLAINED = 6
+"""Wrong texts that causes are tried on."""
+
+_MOST_FITTED_TEXTS = 4
+"""Wrong texts that a sampler's parameters are fitted to together."""
+
+_FAR_OUTSIDE = 4.0
+"""Ratio of the screen from which on a text is wrong that could not be judged in float64 for the number of those."""
 
 
-def check_text(case: Case, texts: Sequence[Text], *, step: Step | None = None) -> TextReport:
-    """Check whether the model of a case could have written texts.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextOptions:
+    """How texts were written, as the user states it.
+
+    Attributes
+    ----------
+    sampling : Sampling or None
+        How tokens were drawn, of all texts that do not say it themselves; None where nothing is said.
+    processed : bool
+        Log probabilities were taken after the sampler's processing, as `sampling` says.
+    """
+
+    sampling: Sampling | None = None
+    processed: bool = False
+
+
+def check_text(
+    case: Case, texts: Sequence[Text], *, options: TextOptions = TextOptions(), step: Step | None = None
+) -> TextReport:
+    """Check whether the model of a case could have written texts, and whether their log probabilities are its own.
+
+    Several adapters of the case are each tried, and the one that wrote a text is named.
 
     Parameters
     ----------
     texts : sequence of Text
-        Each written greedily, without penalties or constraints; or sampled, with log probabilities.
+        Each written greedily; or sampled, with log probabilities or with `options.sampling`.
+    options : TextOptions
+        How they were written.
     step : callable
         Called with the name of the next step.
 
@@ -73,441 +111,554 @@ def check_text(case: Case, texts: Sequence[Text], *, step: Step | None = None) -
     InputError
         A text cannot be used, or the model does not run.
     """
+    announce = step or _nothing
+    with _quietly():
+        announce("load")
+        model = load_model(case, "cpu")
+        tokenizer = None
+        if case.factory is None and has_tokenizer(Path(case.base)):
+            tokenizer = tokenizer_of(case.base)
+        others = _load_others(model, case)
+        first = case.adapters[0].name if case.adapters else ""
+        run = _Run(model=model, tokenizer=tokenizer, options=options, step=announce, first=first, others=others)
+        return _checked(run, texts, case.base)
+
+
+def check_rollouts(
+    model_or_case: Any,
+    texts: Sequence[Text],
+    *,
+    tokenizer: Any = None,
+    options: TextOptions = TextOptions(),
+    step: Step | None = None,
+) -> TextReport:
+    """Check the log probabilities of rollouts against a model that is loaded, as a trainer has it, or against a case.
+
+    The model is left as it is: a copy on the CPU is judged, in the dtype that its parameters have. A call takes memory
+    for the copy, and about three passes over the texts on the CPU's cores.
+
+    Parameters
+    ----------
+    model_or_case : torch.nn.Module or Case
+        A model of transformers, or PEFT's with its active adapter; or a case, as `check_text` takes it.
+    texts : sequence of Text
+        Prompt and text as token ids, or in words with a tokenizer; log probabilities as the engine gave them.
+    tokenizer : transformers.PreTrainedTokenizerBase, optional
+        For texts in words, and to show tokens in words.
+
+    Raises
+    ------
+    InputError
+        A text cannot be used, the model does not run, or its parameters are split over several processes.
+    """
+    if isinstance(model_or_case, Case):
+        return check_text(model_or_case, texts, options=options, step=step)
+    with _quietly():
+        model = _copy_on_cpu(model_or_case)
+        run = _Run(model=model, tokenizer=tokenizer, options=options, step=step or _nothing)
+        return _checked(run, texts, type(model_or_case).__name__)
+
+
+def _nothing(_: str) -> None:
+    return None
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Silence what libraries say about themselves."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of libraries about themselves
-        return _checked(case, texts, step or (lambda _: None))
+        warnings.simplefilter("ignore")
+        yield
 
 
-def _checked(case: Case, texts: Sequence[Text], step: Step) -> TextReport:
-    step("load")
-    model = load_model(case, "cpu")
-    tokenizer = None
-    if case.factory is None and has_tokenizer(Path(case.base)):
-        tokenizer = tokenizer_of(case.base)
-    tokens_of_texts = [encoded(text, tokenizer, f"text {number}") for number, text in enumerate(texts, 1)]
+def _load_others(model: Any, case: Case) -> list[str]:
+    """Load the other adapters of a case into its model, and return their names."""
+    names = []
+    for adapter in case.adapters[1:]:
+        try:
+            model.load_adapter(adapter.path, adapter_name=adapter.name)
+        except Exception as error:  # PEFT's, and of the files
+            reason = first_line(error)
+            raise InputError(
+                "PEFT cannot load this adapter beside the first", where=adapter.path, got=reason
+            ) from error
+        names.append(adapter.name)
+    model.eval()
+    return names
+
+
+def _copy_on_cpu(model: Any) -> Any:
+    """Return a copy of a model on the CPU, in evaluation mode; the model itself is left where and as it is."""
+    inner = getattr(model, "module", model)  # of DistributedDataParallel
+    copies: dict[int, Any] = {}
+    for tensor in (*inner.parameters(), *inner.buffers()):
+        if type(tensor).__name__ == "DTensor" or hasattr(tensor, "placements"):
+            raise InputError(
+                "the model's parameters are split over several processes", got="a DTensor", wanted="whole tensors"
+            )
+        copied = tensor.detach().to("cpu", copy=True)
+        is_parameter = isinstance(tensor, torch.nn.Parameter)
+        copies[id(tensor)] = torch.nn.Parameter(copied, requires_grad=False) if is_parameter else copied
+    return copy.deepcopy(inner, copies).eval()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Run:
+    """A model, and how texts of it are judged."""
+
+    model: Any
+    tokenizer: Any
+    options: TextOptions
+    step: Step
+    first: str = ""
+    others: Sequence[str] = ()
+
+    @property
+    def has_adapter(self) -> bool:
+        """Report whether PEFT can disable the adapter."""
+        return can_disable(self.model)
+
+
+def _checked(run: _Run, texts: Sequence[Text], where: str) -> TextReport:
+    tokens_of_texts = [
+        encoded(text, run.tokenizer, text.name or f"text {number}") for number, text in enumerate(texts, 1)
+    ]
     try:
-        with model_code(model):
-            return _judge_texts(case, model, tokens_of_texts, tokenizer, step)
+        with model_code(run.model):
+            judging = _Judging(run=run, texts=texts, tokens=tokens_of_texts)
+            judging.judge()
+            return judging.report()
     except Skip as why:
-        raise InputError("the model does not run on these texts", where=case.base, got=str(why)) from why
+        raise InputError("the model does not run on these texts", where=where, got=str(why)) from why
 
 
-def _judge_texts(case: Case, model: Any, tokens_of_texts: Sequence[Tokens], tokenizer: Any, step: Step) -> TextReport:
-    """Judge every text by itself, and then look for a mistake that explains those that are wrong."""
-    judged_texts = []
-    for number, tokens in enumerate(tokens_of_texts, 1):
-        step_of_text = functools.partial(_announce, step, f"text {number} of {len(tokens_of_texts)}")
-        judged_texts.append(_JudgedText.of(model, tokens, tokenizer, step_of_text))
-    report = TextReport(dtype=_dtype_of(model), texts=tuple(judged.result for judged in judged_texts))
-    if case.adapter is None:  # without an adapter there is no mistake to make with it
+@dataclass(slots=True, kw_only=True)
+class _Judging:
+    """All texts, with what is known of each by its number.
+
+    Attributes
+    ----------
+    sample : list of int
+        Texts that are judged in float64 whatever they are.
+    exact : dict
+        Texts that are judged in float64.
+    plain : dict
+        Texts that were computed in the dtype, by the adapter that wrote them where that is told.
+    writers : dict
+        Names of the adapters that wrote texts, where several were given and one is told.
+    """
+
+    run: _Run
+    texts: Sequence[Text]
+    tokens: list[Tokens]
+    sample: list[int] = field(default_factory=list)
+    exact: dict[int, JudgedText] = field(default_factory=dict)
+    plain: dict[int, PlainText] = field(default_factory=dict)
+    writers: dict[int, str] = field(default_factory=dict)
+    screen: Screen = field(init=False)
+
+    def judge(self) -> None:
+        """Judge a sample of the texts in float64, screen the others, and judge those in float64 that stand out."""
+        count = len(self.texts)
+        evenly = {round(number * (count - 1) / max(1, _SAMPLE - 1)) for number in range(_SAMPLE)}
+        self.sample = sorted(number for number in evenly if number < count)
+        for number in self.sample:
+            self._judge_exactly(number)
+        self.screen = Screen.of([self.exact[number] for number in self.sample])
+        has_logprobs = any(tokens.judged_logprobs is not None for tokens in self.tokens)
+        rest = [number for number in range(count) if number not in self.exact]
+        # the figures of all log probabilities are of passes in the dtype
+        for number in range(count) if has_logprobs or self.run.others else rest:
+            self.step(number, "in the dtype")
+            self.plain[number] = plain_text(self.run.model, self.tokens[number])
+        self._find_writers()
+        ratios = {number: self.screen.ratio(self.plain[number]) for number in rest}
+        suspicious = [number for number in rest if not ratios[number] <= 1 and not self._is_of_another(number)]
+        suspicious.sort(key=lambda number: -ratios[number])
+        for number in suspicious[:_MOST_SUSPICIOUS]:
+            self._judge_exactly(number)
+
+    def step(self, number: int, name: str) -> None:
+        """Announce the next step of a text."""
+        self.run.step(f"text {number + 1} of {len(self.texts)}: {name}")
+
+    def sampling(self, number: int) -> Sampling | None:
+        """Return how the tokens of a text were drawn, as it says itself, or the user."""
+        return self.texts[number].sampling or self.run.options.sampling
+
+    def _judge_exactly(self, number: int) -> None:
+        judged = JudgedText.of(
+            self.run.model, self.tokens[number], self.run.tokenizer, functools.partial(self.step, number)
+        )
+        self.exact[number] = judged
+        self.tokens[number] = judged.tokens
+
+    def _find_writers(self) -> None:
+        """Tell which adapter wrote each text, where several were given; its pass stands for the text from then on."""
+        if not self.run.others:
+            return
+        for number, tokens in enumerate(self.tokens):
+            self.step(number, "by each adapter")
+            plain_texts = {self.run.first: self.plain[number]}
+            for name in self.run.others:
+                plain_texts[name] = plain_text(self.run.model, tokens, active(self.run.model, name))
+            is_sampled = self.sampling(number) is not None
+            writer = written_by(plain_texts, self.screen, is_sampled=is_sampled, far=_FAR_OUTSIDE)
+            if writer:
+                self.writers[number] = writer
+                self.plain[number] = plain_texts[writer]
+
+    def _is_of_another(self, number: int) -> bool:
+        """Report whether another adapter than the first wrote a text."""
+        return self.writers.get(number, self.run.first) != self.run.first
+
+    def report(self) -> TextReport:
+        """Return the results of all texts, what explains those that are wrong, and what they do not tell."""
+        results = tuple(self._result(number) for number in range(len(self.texts)))
+        report = TextReport(dtype=_dtype_of(self.run.model), texts=results)
+        report = self._with_processing(report)
+        report = self._with_summary(report)
+        report = self._with_surprise(report)
+        report = self._with_causes(report)
+        return self._with_what_is_not_told(report)
+
+    # ---- each text by itself
+
+    def _result(self, number: int) -> TextResult:
+        is_judged_exactly = number in self.exact and not self._is_of_another(number)
+        result = self._exact_result(number) if is_judged_exactly else self._screened_result(number)
+        text = self.texts[number]
+        return msgspec.structs.replace(result, name=text.name, adapter=self.writers.get(number, ""))
+
+    def _exact_result(self, number: int) -> TextResult:
+        text, sampling = self.exact[number], self.sampling(number)
+        exact, allowed = text.exact, text.allowed_gaps
+        is_largest = text.chosen == exact.largest
+        is_tied = ~is_largest & (exact.gaps <= allowed)
+        worst_place = text.first_impossible
+        if worst_place is None and bool(is_tied.any()):
+            worst_place = int(torch.where(is_tied, exact.gaps / allowed, -math.inf).argmax())
+        ratios = text.logprob_ratios
+        logprobs = None if ratios is None else float(ratios.max())
+        are_wrong = logprobs is not None and not logprobs <= 1
+        outside = _outside_of_sampling(sampling, text)
+        verdict = _verdict(
+            text,
+            has_logprobs=logprobs is not None,
+            are_wrong=are_wrong,
+            is_stated=sampling is not None,
+            is_outside=bool(outside),
+        )
+        reason = ""
+        if verdict == "undecided":
+            reason = _UNDECIDED
+        elif verdict == "impossible":
+            reason = outside
+        return TextResult(
+            tokens=len(text.chosen),
+            largest=int(is_largest.sum()),
+            tied=int(is_tied.sum()),
+            verdict=verdict,
+            worst=None if worst_place is None else text.token_gap(worst_place, self.run.tokenizer),
+            logprobs=logprobs,
+            worst_logprob=text.worst_logprob() if are_wrong else None,
+            past_end=exact.past_end,
+            reason=reason,
+        )
+
+    def _screened_result(self, number: int) -> TextResult:
+        """Return the result of a text by its pass in the dtype."""
+        plain = self.plain[number]
+        is_largest = chosen_ids(plain.tokens) == plain.figures.largest
+        is_tied = ~is_largest & (self.screen.gap_ratios(plain) <= 1)
+        is_greedy = bool((is_largest | is_tied).all())
+        ratios, ratio = self.screen.logprob_ratios(plain), self.screen.ratio(plain)
+        verdict: Verdict = "possible" if is_greedy else "sampled"
+        reason = ""
+        # the adapter that wrote it was chosen by the wider limit
+        limit = _FAR_OUTSIDE if number in self.writers else 1.0
+        if not ratio <= _FAR_OUTSIDE:
+            is_stated = self.sampling(number) is not None
+            verdict = "impossible" if ratios is None and not is_stated else verdict
+        elif not ratio <= limit and not (ratios is None and self.sampling(number) is not None):
+            verdict, reason = "undecided", _TOO_MANY
+        return TextResult(
+            tokens=len(is_largest),
+            largest=int(is_largest.sum()),
+            tied=int(is_tied.sum()),
+            verdict=verdict,
+            logprobs=None if ratios is None else float(ratios.max()) / limit,
+            past_end=plain.figures.past_end,
+            in_dtype=True,
+            reason=reason,
+        )
+
+    # ---- how log probabilities were taken
+
+    def _with_processing(self, report: TextReport) -> TextReport:
+        """Name how log probabilities were taken that are not the model's, where one way explains all of them."""
+        numbers = [number for number, result in enumerate(report.texts) if result.has_other_logprobs]
+        exact = [number for number in numbers if number in self.exact and not self.exact[number].decides]
+        if not exact:
+            return report
+        for processing in self._processings(exact):
+            ratios = self._ratios_of_processing(processing, exact[:_MOST_EXPLAINED])
+            if ratios is not None:
+                return self._as_processed(report, processing, numbers, ratios)
         return report
-    unexplained = [judged for judged in judged_texts if judged.result.is_unexplained][:_MOST_EXPLAINED]
-    if unexplained:
-        return _explain_unexplained(report, unexplained)
-    return _explain_sampled(report, judged_texts)
+
+    def _processings(self, numbers: Sequence[int]) -> Iterator[Processing]:
+        """Yield ways in which log probabilities of wrong texts may have been taken, the one that is stated first."""
+        stated = {self.sampling(number) for number in numbers}
+        sampling = stated.pop() if len(stated) == 1 else None
+        if sampling is not None and str(sampling):
+            yield Processing(sampling=sampling)
+            yield Processing(sampling=sampling, is_end_masked=True)
+        yield from self._fitted_processings(numbers[:_MOST_FITTED_TEXTS])
+
+    def _fitted_processings(self, numbers: Sequence[int]) -> list[Processing]:
+        """Return ways whose parameters are fitted to the tokens of some texts together."""
+        rows: list[tuple[torch.Tensor, ...]] = []
+        for number in numbers:
+            text = self.exact[number]
+            logprobs, logits = text.tokens.judged_logprobs, text.logits()
+            assert logprobs is not None
+            is_given = logprobs.isfinite()
+            values = (logits.own, logits.without_ends, text.chosen, logprobs, text.allowed_logprobs)
+            rows.append(tuple(value[is_given] for value in values))
+        own, without_ends, chosen, wanted, allowed = (torch.cat(values) for values in zip(*rows, strict=True))
+        return processings_of(wanted, Logits(own=own, without_ends=without_ends), chosen, allowed)
+
+    def _ratios_of_processing(self, processing: Processing, numbers: Sequence[int]) -> dict[int, float] | None:
+        """Return the largest ratio of each text where a way explains all of them, else None."""
+        ratios = {}
+        for number in numbers:
+            step = functools.partial(self.step, number)
+            ratios[number] = self.exact[number].ratio_of_processing(processing, step)
+            if not ratios[number] <= 1:
+                return None
+        return ratios
+
+    def _as_processed(
+        self, report: TextReport, processing: Processing, numbers: Sequence[int], ratios: dict[int, float]
+    ) -> TextReport:
+        """Return the report with the way in which log probabilities were taken, of each text that it explains."""
+        results = list(report.texts)
+        for number in numbers:
+            result = results[number]
+            if number not in ratios:
+                plain = plain_text(self.run.model, self.tokens[number], processing=processing)
+                ratios[number] = self.screen.ratio(plain) / _FAR_OUTSIDE
+            if not ratios[number] <= 1:
+                continue
+            verdict: Verdict = "sampled" if result.verdict == "undecided" else result.verdict
+            result = msgspec.structs.replace(result, logprobs_of=processing.name, verdict=verdict, reason="")
+            is_stated = self.run.options.processed and self.sampling(number) == processing.sampling
+            if is_stated and not processing.is_end_masked:
+                result = msgspec.structs.replace(result, logprobs=ratios[number], worst_logprob=None)
+                self.plain.pop(number, None)  # its differences from the model's own are none of rounding
+            results[number] = result
+        return msgspec.structs.replace(report, texts=tuple(results))
+
+    # ---- all texts together
+
+    def _with_summary(self, report: TextReport) -> TextReport:
+        """Add the figures of all log probabilities, where some came with the texts."""
+        differences = [self.plain[number].differences for number in sorted(self.plain)]
+        with_logprobs = [of_text for of_text in differences if of_text is not None]
+        sample = [self.exact[number] for number in self.sample]
+        report = msgspec.structs.replace(report, summary=summarize(with_logprobs, sample))
+        if report.summary is None or not report.summary.is_beyond:
+            return report
+        if any(result.has_other_logprobs for result in report.texts):
+            return report
+        summary = msgspec.structs.replace(report.summary, way=self._way_of_all(report.summary))
+        return msgspec.structs.replace(report, summary=summary)
+
+    def _way_of_all(self, summary: LogprobSummary) -> str:
+        """Return how log probabilities were taken that are off as a whole, and by no token alone; empty for no way."""
+        numbers = [number for number in self.sample if self.exact[number].tokens.judged_logprobs is not None]
+        if not numbers or any(self.exact[number].decides for number in numbers):
+            return ""
+        for processing in self._processings(numbers):
+            differences = [
+                plain_text(self.run.model, self.tokens[number], processing=processing).differences for number in numbers
+            ]
+            of_way = summarize([d for d in differences if d is not None], [self.exact[n] for n in numbers])
+            if of_way is None or of_way.is_beyond:
+                continue
+            # so much nearer than the model's own that chance is no reason
+            if abs(of_way.found.mean) < abs(summary.found.mean) / 3:
+                return processing.name
+        return ""
+
+    def _with_surprise(self, report: TextReport) -> TextReport:
+        """Add by how much the tokens of texts that came as sampled are less likely than draws are."""
+        excess = variance = 0.0
+        tokens = 0
+        for number, tokens_of_text in enumerate(self.tokens):
+            sampling = self.sampling(number)
+            if sampling is None or report.texts[number].verdict == "undecided":
+                continue
+            change = active(self.run.model, self.writers[number]) if self._is_of_another(number) else None
+            self.step(number, "as draws")
+            logits = plain_logits(self.run.model, tokens_of_text, change)
+            surprises, variances = surprise_of(Processing(sampling=sampling), logits, chosen_ids(tokens_of_text))
+            excess += float(surprises.sum())
+            variance += float(variances.sum())
+            tokens += len(surprises)
+        if tokens < _LEAST_DRAWS or variance <= 0:
+            return report
+        return msgspec.structs.replace(report, surprise=excess / math.sqrt(variance))
+
+    # ---- what explains wrong texts
+
+    def _with_causes(self, report: TextReport) -> TextReport:
+        """Name the mistakes that explain the wrong texts, or that would have written sampled ones greedily."""
+        wrong = [number for number, result in enumerate(report.texts) if self._is_to_explain(number, result)]
+        if not wrong:
+            return self._with_greedy_causes(report)
+        causes = causes_of(self._asked(wrong))
+        if causes is not None:
+            return _as_explained(report, causes, wrong, min(len(wrong), _MOST_EXPLAINED))
+        return msgspec.structs.replace(report, leaning=self._leaning())
+
+    def _is_to_explain(self, number: int, result: TextResult) -> bool:
+        return result.is_unexplained and number in self.exact
+
+    def _asked(self, numbers: Sequence[int]) -> list[AskedText]:
+        # short texts first, as each cause takes a pass over one
+        by_length = sorted(numbers, key=lambda number: len(self.tokens[number].ids) + len(self.tokens[number].prompt))
+        run = self.run
+        return [
+            AskedText(text=self.texts[number], judged=self.exact[number], tokenizer=run.tokenizer, others=run.others)
+            for number in by_length[:_MOST_EXPLAINED]
+        ]
+
+    def _with_greedy_causes(self, report: TextReport) -> TextReport:
+        """Name a mistake that makes every token of sampled texts the most likely one: they were written so, not drawn.
+
+        In a half type log probabilities may be within tolerance where a token is not. Asked of a few texts alone, and
+        of such as have few tokens that are not the most likely ones.
+        """
+        sampled = [
+            number
+            for number, result in enumerate(report.texts)
+            if result.verdict == "sampled" and number in self.exact and self.sampling(number) is None
+        ]
+        unlikely = sum(report.texts[number].unlikely for number in sampled)
+        tokens = sum(report.texts[number].tokens for number in sampled)
+        if not sampled or len(self.texts) > _SAMPLE or unlikely > _MOST_UNLIKELY * tokens:
+            return report
+        causes = causes_of(self._asked(sampled[:2]), greedily=True)
+        if causes is None:
+            return report
+        return _as_explained(report, causes, sampled, min(len(sampled), 2))
+
+    def _leaning(self) -> str:
+        """Return what the log probabilities lean to as a whole, of scalings of the adapter; empty where to nothing."""
+        if not self.run.has_adapter:
+            return ""
+        differences, directions = [], []
+        for number, text in self.exact.items():
+            wanted = text.tokens.judged_logprobs
+            if wanted is None or text.decides or self._is_of_another(number):
+                continue
+            is_given = wanted.isfinite()
+            without = figures_without_adapter(text)
+            differences.append((wanted - text.exact.logprobs)[is_given])
+            directions.append((without.logprobs - text.exact.logprobs)[is_given])
+        return leaning_to(differences, directions)
+
+    # ---- what the texts cannot tell
+
+    def _with_what_is_not_told(self, report: TextReport) -> TextReport:
+        """Say whether the base alone could have written all texts, and what they lean to."""
+        if not self.run.has_adapter or report.verdict != "consistent":
+            return report
+        report = msgspec.structs.replace(report, leaning=self._leaning())
+        texts = [self.exact[number] for number in self.sample if not self._is_of_another(number)]
+        without = [figures_without_adapter(text) for text in texts]
+        could_write = [_could_write(text, figures) for text, figures in zip(texts, without, strict=True)]
+        if not texts or not all(could_write):
+            return report
+        told = Told(phrase="whether the adapter is on", tokens=tokens_to_tell(texts, without))
+        return msgspec.structs.replace(report, base_alone=True, told=(told,))
 
 
-def _announce(step: Step, text: str, name: str) -> None:
-    step(f"{text}: {name}")
+_MOST_UNLIKELY = 0.25
+"""Fraction of tokens that are not the most likely ones, up to which sampled texts may have been written greedily."""
+
+_LEAST_DRAWS = 100
+"""Tokens from which on the mean of their likelihood is nearly that of a normal distribution."""
 
 
 def _dtype_of(model: torch.nn.Module) -> str:
     return name_of(next(p.dtype for p in model.parameters() if p.is_floating_point()))
 
 
-def _explain_unexplained(report: TextReport, unexplained: Sequence[_JudgedText]) -> TextReport:
-    """Name the mistakes that would have written the texts; else those that would have given the log probabilities."""
-    causes = _explained(unexplained, _JudgedText.fits)
-    if causes:
-        return _with_causes(report, causes)
-    if any(judged.tokens.logprobs is None for judged in unexplained):
-        return report
-    causes = _explained(unexplained, _JudgedText.fits_logprobs)
-    if not causes:
-        return report
-    return msgspec.structs.replace(
-        report,
-        texts=tuple(_as_sampled(result) for result in report.texts),
-        logprob_causes=tuple(cause.value for cause in causes),
-    )
-
-
-def _explain_sampled(report: TextReport, judged_texts: Sequence[_JudgedText]) -> TextReport:
-    """Name the mistakes that would have written the sampled texts; else say whether the base alone writes all texts."""
-    sampled = [judged for judged in judged_texts if judged.result.verdict == "sampled"][:_MOST_EXPLAINED]
-    # where a mistake makes every token the most likely one, the text was written so, and not drawn by chance
-    causes = _explained(sampled, _JudgedText.fits)
-    if causes:
-        return _with_causes(report, causes)
-    if any(result.has_other_logprobs for result in report.texts):
-        return report
-    base_alone = all(
-        judged.can_do_without and judged.would_be_written(judged.without_adapter()) for judged in judged_texts
-    )
-    return msgspec.structs.replace(report, base_alone=base_alone)
-
-
-def _with_causes(report: TextReport, causes: Sequence[Cause]) -> TextReport:
-    """Return a report in which a mistake explains every text that was undecided, or taken for sampled."""
-    return msgspec.structs.replace(
-        report,
-        texts=tuple(_as_impossible(result) for result in report.texts),
-        causes=tuple(cause.value for cause in causes),
-    )
-
-
-def _as_impossible(result: TextResult) -> TextResult:
-    """Return the result of a text that a mistake explains: impossible where it was undecided, or taken for sampled."""
-    if result.verdict not in ("undecided", "sampled"):
-        return result
-    return msgspec.structs.replace(result, verdict="impossible", reason="")
-
-
-def _as_sampled(result: TextResult) -> TextResult:
-    """Return the result of a text whose log probabilities a mistake explains: nothing is known against its tokens."""
-    if result.verdict not in ("impossible", "undecided"):
-        return result
-    return msgspec.structs.replace(result, verdict="sampled" if result.unlikely else "possible", reason="")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _JudgedText:
-    """A text, its result, and the passes and errors that further logits are held against it with.
-
-    Attributes
-    ----------
-    gap_spread, logprob_spread : Spread
-        Error that rounding makes in the gap and in the log probability of each token, `(tokens, 1)`.
-    """
-
-    tokens: Tokens
-    passes: Passes
-    gap_spread: Spread
-    logprob_spread: Spread
-    result: TextResult
-
-    @classmethod
-    def of(cls, model: Any, tokens: Tokens, tokenizer: Any, step: Step) -> _JudgedText:
-        """Judge a text; where it is impossible, in other tokens too, if these are not the writer's own."""
-        for _ in range(_MOST_DIVISIONS):
-            judged = cls._judge(model, tokens, tokenizer, step)
-            worst = judged.result.worst
-            if worst is None or worst.gap <= worst.allowed:
-                break
-            divided_otherwise = next(other_tokens(tokens, worst.token - 1, worst.largest_id, tokenizer), None)
-            if divided_otherwise is None:
-                break
-            tokens = divided_otherwise
-        return judged
-
-    @classmethod
-    def _judge(cls, model: Any, tokens: Tokens, tokenizer: Any, step: Step) -> _JudgedText:
-        """Judge a text in the tokens that it is given in."""
-        inputs = _inputs(model, tokens)
-        chosen = torch.tensor(tokens.ids)
-        decisions: list[str] = []
-
-        def note(decision: Decision) -> None:
-            decisions.append(decision.name)
-
-        # the exact pass first: it says between which tokens the gaps are, and whether the model decides
-        step("float64")
-        passes = Passes(model=model, inputs=inputs, watch=lambda: note, step=step)
-        logits = _logits(passes.of("right", nullcontext), chosen)
-        ends = _end_ids(model)
-        goes_on = ~_are_ends(chosen, ends)
-        past_end = sum(token in ends for token in logits.argmax(-1)[goes_on].tolist())
-        without_ends = _without_ends(logits, chosen, ends)
-        two_largest = without_ends.topk(2, -1).indices
-        largest = two_largest[:, 0]
-        # the gap of the largest token is to the second one
-        compared = torch.where(chosen == largest, two_largest[:, 1], chosen)
-        ways = ways_of(tokens.logprobs, logits, without_ends, chosen)
-
-        def figures(logits: torch.Tensor) -> torch.Tensor:
-            """Return the gap of each token, and its log probability in each way, `(tokens, 1 + ways)`."""
-            gap = logits.gather(1, largest[:, None]) - logits.gather(1, compared[:, None])
-            masked = _without_ends(logits, chosen, ends)
-            return torch.cat([gap, *(way.of(logits, masked, chosen) for way in ways)], 1)
-
-        exact, noisy = figures(logits), list[torch.Tensor]()
-        del logits, without_ends  # of `(tokens, vocabulary)` in float64, which the passes with noise need room for
-        decides = any(name not in CONTINUOUS for name in decisions)
-        count = MOST_PASSES if decides else LEAST_PASSES
-        for seed in range(count):
-            step(f"with noise ({seed + 1} of {count})")
-            kernels = half_kernels.replacement(model, len(tokens.prompt) + len(tokens.ids))
-            with half_kernels.computing(kernels), with_noise(Products(), seed):
-                noisy.append(figures(_logits(activations(model, inputs)[OUTPUT], chosen)))
-        gap_spread, *logprob_spreads = (
-            Spread.of([figure[:, [column]].to(torch.float32) for figure in noisy], exact[:, [column]].contiguous())
-            for column in range(exact.shape[1])
-        )
-        result = _result(
-            tokens,
-            exact[:, 0],
-            gap_spread.allowed(exact[:, [0]], torch.float32)[:, 0],
-            largest,
-            tokenizer,
-            logprobs=_judge_logprobs(tokens, exact[:, 1:], ways, logprob_spreads),
-            past_end=past_end,
-            decides=decides,
-        )
-        # a mistake may have a router choose otherwise, so passes with one decide by themselves
-        free = Passes(model=model, inputs=inputs, watch=lambda: None, step=step)
-        return cls(tokens=tokens, passes=free, gap_spread=gap_spread, logprob_spread=logprob_spreads[0], result=result)
-
-    @property
-    def can_do_without(self) -> bool:
-        """Report whether PEFT can disable the adapter."""
-        return hasattr(self.passes.model, "disable_adapter")
-
-    def without_adapter(self) -> torch.Tensor:
-        """Return the float64 logits without the adapter."""
-        return self.passes.of("without the adapter", self.passes.model.disable_adapter)
-
-    def fits(self, logits: torch.Tensor) -> bool:
-        """Report whether a model with these exact logits could have written the text, with its log probabilities."""
-        chosen = torch.tensor(self.tokens.ids)
-        masked = _without_ends(_logits(logits, chosen), chosen, _end_ids(self.passes.model))
-        gaps = masked.amax(-1, keepdim=True) - masked.gather(1, chosen[:, None])
-        if not bool((gaps <= self.gap_spread.allowed(gaps, torch.float32)).all()):
-            return False
-        return self.fits_logprobs(logits)
-
-    def fits_logprobs(self, logits: torch.Tensor) -> bool:
-        """Report whether a model with these exact logits gives the log probabilities of the text, if it has any."""
-        if self.tokens.logprobs is None:
-            return True
-        chosen = torch.tensor(self.tokens.ids)
-        exact = _logits(logits, chosen).log_softmax(-1).gather(1, chosen[:, None])
-        errors = _errors_of_logprobs(self.tokens.logprobs, exact)
-        return bool((errors <= self.logprob_spread.allowed(exact, torch.float32)).all())
-
-    def would_be_written(self, logits: torch.Tensor) -> bool:
-        """Report whether a model with these exact logits could have written it as it was: greedily, or sampled."""
-        if self.result.verdict == "sampled":
-            return self.fits_logprobs(logits)
-        return self.fits(logits)
-
-    def mistakes(self, fits: _Fits) -> list[Cause]:
-        """Return mistakes with the adapter as a whole whose exact logits fit this text."""
-        off = self.without_adapter() if self.can_do_without else None
-        return [cause for cause, _, logits in mistakes(self.passes, off) if fits(self, logits)]
-
-    def merges(self, fits: _Fits) -> list[Cause]:
-        """Return merges in narrower dtypes whose exact logits fit this text; none where PEFT refuses one of them."""
-        ways = merges(self.passes.model)
-        try:
-            return [cause for cause in ways if any(fits(self, self.passes.merged(way)) for way in ways[cause])]
-        except MergeRefusedError:
-            return []
-
-
-_Fits = Callable[[_JudgedText, torch.Tensor], bool]
-
-
-def _explained(judged_texts: Sequence[_JudgedText], fits: _Fits) -> list[Cause]:
-    """Return the mistakes that fit each of these texts: merges only where no other mistake does."""
-    for causes_of in (_JudgedText.mistakes, _JudgedText.merges):
-        causes: list[Cause] | None = None
-        for judged in judged_texts:
-            if causes == []:  # a pass takes long, and no mistake is left that could fit all texts
-                break
-            causes_of_text = causes_of(judged, fits)
-            if causes is not None:
-                causes_of_text = [cause for cause in causes if cause in causes_of_text]
-            causes = causes_of_text
-        if causes:
-            return causes
-    return []
-
-
-def _inputs(model: Any, tokens: Tokens) -> Activations:
-    """Return the model's inputs for a text: the last rows of its logits have chosen the tokens."""
-    config = getattr(base_of(model), "config", None)
-    has_encoder = getattr(config, "is_encoder_decoder", False)
-    if not has_encoder:
-        ids = torch.tensor([[*tokens.prompt, *tokens.ids[:-1]]])
-        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    start = getattr(config, "decoder_start_token_id", None)
-    if start is None:
-        start = 0
-    ids = torch.tensor([tokens.prompt])
-    decoder_ids = torch.tensor([[start, *tokens.ids[:-1]]])
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "decoder_input_ids": decoder_ids}
-
-
-def _logits(logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    """Return the logits that have chosen each token, in float64, `(tokens, vocabulary)`."""
-    logits_of_text = logits[0, -len(chosen) :]
-    if int(chosen.max()) >= logits_of_text.shape[-1]:
-        raise InputError("the text has a token that the model has no logit for", got=int(chosen.max()))
-    return logits_of_text.to(torch.float64)
-
-
-def _end_ids(model: Any) -> tuple[int, ...]:
-    """Return the ids that end a text: of the generation config, else of the model's config."""
-    base = base_of(model)
-    for config in (getattr(base, "generation_config", None), getattr(base, "config", None)):
-        end = getattr(config, "eos_token_id", None)
-        if isinstance(end, list):
-            return tuple(end)
-        if end is not None:
-            return (int(end),)
-    return ()
-
-
-def _are_ends(chosen: torch.Tensor, ends: tuple[int, ...]) -> torch.Tensor:
-    return torch.isin(chosen, torch.tensor(ends, dtype=chosen.dtype))
-
-
-def _without_ends(logits: torch.Tensor, chosen: torch.Tensor, ends: tuple[int, ...]) -> torch.Tensor:
-    """Rule out the end of the text where it was not chosen: writers may be told to go on."""
-    logits = logits.clone()
-    goes_on = ~_are_ends(chosen, ends)
-    for end in ends:
-        logits[goes_on, end] = -math.inf
-    return logits
-
-
-def _errors_of_logprobs(logprobs: Sequence[float], exact: torch.Tensor) -> torch.Tensor:
-    """Return the distance of each log probability from exact ones, `(tokens, ways)`, in the shape of `exact`."""
-    return (torch.tensor(logprobs, dtype=torch.float64)[:, None] - exact).abs()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Logprobs:
-    """How the log probabilities that came with a text compare with those of the model.
-
-    Attributes
-    ----------
-    ratio : float
-        The largest error over what rounding may do; over 1 they are not the model's.
-    worst : LogprobGap
-        The token with the largest ratio.
-    way : str
-        How else they were taken from the model's logits; empty if they are the model's, or if no way fits.
-    """
-
-    ratio: float
-    worst: LogprobGap
-    way: str = ""
-
-    @property
-    def are_of_model(self) -> bool:
-        return self.ratio <= 1  # of NaN, no
-
-
-def _judge_logprobs(
-    tokens: Tokens, exact: torch.Tensor, ways: Sequence[LogprobWay], spreads: Sequence[Spread]
-) -> _Logprobs | None:
-    """Hold log probabilities against the exact ones of each way, `(tokens, ways)`: the first is the model's own.
-
-    None where none came with the text.
-    """
-    if tokens.logprobs is None:
-        return None
-    allowed_by_way = [spread.allowed(exact[:, [way]], torch.float32) for way, spread in enumerate(spreads)]
-    allowed = torch.cat(allowed_by_way, 1)
-    ratios = _errors_of_logprobs(tokens.logprobs, exact) / allowed
-    token = int(ratios[:, 0].argmax())
-    worst = LogprobGap(
-        token=token + 1, given=tokens.logprobs[token], exact=float(exact[token, 0]), allowed=float(allowed[token, 0])
-    )
-    judged = _Logprobs(ratio=float(ratios[:, 0].max()), worst=worst)
-    if judged.are_of_model:
-        return judged
-    for way, ratio in zip(ways, ratios.amax(0).tolist(), strict=True):
-        if ratio <= 1:
-            return replace(judged, way=way.name)
-    return judged
-
-
-def _result(
-    tokens: Tokens,
-    gaps: torch.Tensor,
-    allowed: torch.Tensor,
-    largest: torch.Tensor,
-    tokenizer: Any,
-    *,
-    logprobs: _Logprobs | None,
-    past_end: int,
-    decides: bool,
-) -> TextResult:
-    """Return the result of a text, from the gap of each token and what rounding may do to it, `(tokens,)`."""
-    chosen = torch.tensor(tokens.ids)
-    is_largest = chosen == largest
-    is_impossible = ~is_largest & ~(gaps <= allowed)  # not `gaps > allowed`: NaN is impossible too
-    is_tied = ~is_largest & (gaps <= allowed)
-    worst = None
-    if is_impossible.any():
-        worst = _token_gap(int(is_impossible.nonzero()[0]), chosen, gaps, allowed, largest, tokenizer)
-    elif is_tied.any():
-        largest_ratio = int((gaps / allowed).where(is_tied, -1.0).argmax())
-        worst = _token_gap(largest_ratio, chosen, gaps, allowed, largest, tokenizer)
-    verdict = _verdict(logprobs, is_greedy=not is_impossible.any(), decides=decides)
-    result = TextResult(
-        tokens=len(tokens.ids),
-        largest=int(is_largest.sum()),
-        tied=int(is_tied.sum()),
-        verdict=verdict,
-        worst=worst,
-        past_end=past_end,
-        reason=_UNDECIDED if verdict == "undecided" else "",
-    )
-    if logprobs is None:
-        return result
-    return msgspec.structs.replace(
-        result,
-        logprobs=logprobs.ratio,
-        logprobs_of=logprobs.way,
-        worst_logprob=None if logprobs.are_of_model else logprobs.worst,
-    )
-
-
-def _token_gap(
-    place: int,
-    chosen: torch.Tensor,
-    gaps: torch.Tensor,
-    allowed: torch.Tensor,
-    largest: torch.Tensor,
-    tokenizer: Any,
-) -> TokenGap:
-    """Return the token at a place beside the one with the largest logit, in words where there is a tokenizer."""
-    token_id, largest_id = int(chosen[place]), int(largest[place])
-    text, largest_text = "", ""
-    if tokenizer is not None:
-        text, largest_text = tokenizer.decode([token_id]), tokenizer.decode([largest_id])
-    return TokenGap(
-        token=place + 1,
-        id=token_id,
-        largest_id=largest_id,
-        gap=float(gaps[place]),
-        allowed=float(allowed[place]),
-        text=text,
-        largest_text=largest_text,
-    )
-
-
 _UNDECIDED = "a router or another selection may have chosen otherwise by rounding: not judged"
+_TOO_MANY = "further from the model than two healthy devices commonly are; too many such texts to judge all in float64"
 
 
-def _verdict(logprobs: _Logprobs | None, *, is_greedy: bool, decides: bool) -> Verdict:
+def _verdict(text: JudgedText, *, has_logprobs: bool, are_wrong: bool, is_stated: bool, is_outside: bool) -> Verdict:
     """Return the verdict on the tokens of a text.
 
     Parameters
     ----------
-    is_greedy : bool
-        Each token is the most likely one, but for rounding.
-    decides : bool
-        The model makes decisions, which rounding may turn.
+    are_wrong : bool
+        The log probabilities that came with it are not the model's.
+    is_stated : bool
+        How it was sampled is stated.
+    is_outside : bool
+        A token is none of those that the sampler leaves.
     """
-    # log probabilities in any known way show that this model computed the text
-    if logprobs is not None and (logprobs.are_of_model or logprobs.way):
-        return "possible" if is_greedy else "sampled"
-    if is_greedy and (logprobs is None or not decides):
+    if text.decides and (are_wrong or (not text.is_greedy and not has_logprobs)):
+        return "undecided"
+    if text.is_greedy:
         return "possible"
-    return "undecided" if decides else "impossible"
+    if is_outside:
+        return "impossible"
+    return "sampled" if has_logprobs or is_stated else "impossible"
+
+
+def _outside_of_sampling(sampling: Sampling | None, text: JudgedText) -> str:
+    """Return which token a sampler could not have drawn; empty where it could have drawn each."""
+    if sampling is None or not sampling.leaves_out or text.decides:
+        return ""
+    outside = Processing(sampling=sampling).places_outside(text.logits(), text.chosen, text.allowed_gaps)
+    if not len(outside):
+        return ""
+    token = text.places[int(outside[0])] + 1
+    return f"token {token} is none of those that {sampling} leaves, whatever rounding does"
+
+
+def _as_explained(report: TextReport, causes: Causes, numbers: Sequence[int], tried: int) -> TextReport:
+    """Return a report with the causes of wrong texts: they explain their tokens, or the log probabilities alone."""
+    values = tuple(str(cause.value) for cause in causes.about)
+    about = {str(cause.value): name for cause, name in causes.about.items() if name}
+    are_written_so = causes.fit is Fit.TOKENS
+    results = list(report.texts)
+    for number in numbers:
+        result = results[number]
+        if result.verdict in ("undecided", "sampled") and are_written_so:
+            results[number] = msgspec.structs.replace(result, verdict="impossible", reason="")
+        elif result.verdict == "undecided":
+            results[number] = msgspec.structs.replace(result, verdict="sampled", reason="")
+    return msgspec.structs.replace(
+        report,
+        texts=tuple(results),
+        causes=values if are_written_so else (),
+        logprob_causes=() if are_written_so else values,
+        about=about,
+        explained=tried,
+    )
+
+
+def _could_write(text: JudgedText, figures: TokenFigures) -> bool:
+    """Report whether a model with these figures could have written a text as it is: greedily, or sampled."""
+    if not bool(text.fit_logprobs(figures).all()):
+        return False
+    return not text.is_greedy or bool(text.fit_greedily(figures).all())

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import torch
 
 from consistency.errors import InputError, first_line
+from consistency.extras.serving.check_text.sampling import Sampling
 
 
 class Text(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,6 +30,10 @@ class Text(msgspec.Struct, frozen=True, kw_only=True):
     prompt: str | list[Any]
     text: str | list[int]
     logprobs: list[float] | None = None
+    name: str = ""
+    sampling: Sampling | None = None
+    judged: list[bool] | None = None
+    doubt: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +50,22 @@ class Tokens:
     ids: list[int]
     is_exact: bool
     logprobs: list[float] | None = None
+    judged: list[bool] | None = None
+
+    @property
+    def judged_places(self) -> list[int]:
+        """Places of the tokens that are judged, from 0 on."""
+        if self.judged is None:
+            return list(range(len(self.ids)))
+        return [place for place, is_judged in enumerate(self.judged) if is_judged]
+
+    @property
+    def judged_logprobs(self) -> torch.Tensor | None:
+        """Log probabilities of the tokens that are judged, `(tokens,)` float64; None where the text has none."""
+        if self.logprobs is None:
+            return None
+        values = torch.tensor([self.logprobs[place] for place in self.judged_places], dtype=torch.float64)
+        return None if bool(values.isnan().all()) else values
 
 
 def read_texts(path: Path) -> list[Text]:

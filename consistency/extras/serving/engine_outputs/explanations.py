@@ -54,6 +54,10 @@ _NAMES = {
 _MERGED = {torch.bfloat16: Cause.MERGED_BFLOAT16, torch.float16: Cause.MERGED_FLOAT16}
 
 
+Compute = Callable[[], torch.Tensor]
+"""Computes float64 logits."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
     """The outputs of an engine in one mode that are outside their rule.
@@ -140,8 +144,9 @@ def explain(question: Question) -> Answer:
     model = question.passes.model
     fits: dict[Cause, tuple[str, float]] = {}
     not_tried = []
-    for cause, layers, logits in mistakes(question.passes, question.off):
-        ratio = question.ratio_of_logits(logits)
+    off = question.off
+    for cause, layers, compute in mistakes(question.passes, None if off is None else lambda: off):
+        ratio = question.ratio_of_logits(compute())
         if ratio <= 1:
             fits[cause] = layers, ratio
     for cause, ratio in _merged(question):
@@ -177,10 +182,15 @@ def _explain_by_layers(question: Question) -> tuple[dict[Cause, tuple[str, float
     return _repeated(question, kinds), True
 
 
-def mistakes(passes: Passes, off: torch.Tensor | None) -> Iterator[tuple[Cause, str, torch.Tensor]]:
-    """Yield mistakes with the adapter as a whole: the cause, the layers that it is about, and the float64 logits.
+def mistakes(passes: Passes, off: Compute | None) -> Iterator[tuple[Cause, str, Compute]]:
+    """Yield mistakes with the adapter as a whole: the cause, the layers that it is about, and what computes the logits.
 
-    The layers are empty where it is about all of them. Each pass is computed when it is asked for.
+    The layers are empty where it is about all of them. Each pass is in float64, and computed when it is asked for.
+
+    Parameters
+    ----------
+    off : callable, optional
+        Computes the logits without the adapter; None where PEFT cannot disable it.
     """
     model = passes.model
     if off is not None:
@@ -188,17 +198,20 @@ def mistakes(passes: Passes, off: torch.Tensor | None) -> Iterator[tuple[Cause, 
     layers = scalable(model)
     if layers:
         for name, scalings in scalings_of(layers, model.peft_config[ADAPTER_NAME]).items():
-            yield _NAMES[name], "", passes.of(f"scaling, {name}", functools.partial(scaled, scalings, layers))
+            change = functools.partial(scaled, scalings, layers)
+            yield _NAMES[name], "", functools.partial(passes.of, f"scaling, {name}", change)
     variants = [layer for layer in layers if ADAPTER_NAME in getattr(layer, "lora_variant", {})]
     if variants:
-        yield Cause.DORA, "", passes.of("plain", lambda: plain(variants))
+        yield Cause.DORA, "", functools.partial(passes.of, "plain", functools.partial(plain, variants))
     saved = saved_modules(model)
     if saved:
-        logits = passes.of("saved modules", lambda: without([module for _, module in saved]))
-        yield Cause.SAVED_MODULES, some([_short(name) for name, _ in saved]), logits
+        change = functools.partial(without, [module for _, module in saved])
+        names = some([_short(name) for name, _ in saved])
+        yield Cause.SAVED_MODULES, names, functools.partial(passes.of, "saved modules", change)
     head_and_embeddings = _head_and_embeddings(base_of(model))
     if head_and_embeddings:
-        yield Cause.HEAD_TIED, "", passes.of("the head tied", lambda: tied(*head_and_embeddings))
+        change = functools.partial(tied, *head_and_embeddings)
+        yield Cause.HEAD_TIED, "", functools.partial(passes.of, "the head tied", change)
 
 
 def _head_and_embeddings(base: Any) -> tuple[Any, ...]:

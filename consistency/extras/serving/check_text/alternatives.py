@@ -1,0 +1,316 @@
+"""What could explain a text that is wrong: mistakes with the adapter, other adapters, other prompts, other positions.
+
+Each is a float64 pass of the model with the mistake in it, and is computed when it is asked for. It explains a text if
+all of it is then what the model gives: the log probabilities where they came with the text, else each token the most
+likely one, within what rounding may do.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest import mock
+
+import torch
+
+from consistency.capture.explanation import Explanation
+from consistency.extras.serving.check_text.causes import TextCause
+from consistency.extras.serving.check_text.judged_text import JudgedText, TokenFigures, inputs_of
+from consistency.extras.serving.check_text.prompts import other_prompts
+from consistency.extras.serving.check_text.texts import Text
+from consistency.extras.serving.engine_outputs.explanations import merges, mistakes
+from consistency.extras.serving.engine_outputs.passes import Change, Passes
+from consistency.worker.model.merging import MergeRefusedError
+from consistency.worker.model.running import base_of
+
+Key = tuple[Explanation, str]
+"""A cause, and what it is about."""
+
+_ROTARY_BASES = (10_000.0, 100_000.0, 500_000.0, 1_000_000.0)
+"""Bases of rotary positions that models commonly have."""
+
+
+class Fit(enum.Enum):
+    """How a mistake explains a text."""
+
+    TOKENS = enum.auto()
+    """Every token is then the most likely one, with its log probability where it has one."""
+    LOGPROBS = enum.auto()
+    """The log probabilities are then the model's; the tokens were sampled."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alternative:
+    """A mistake that may explain a text.
+
+    Attributes
+    ----------
+    explains : callable
+        Compute the text with the mistake, and return how that explains it; None where it does not.
+    """
+
+    cause: Explanation
+    about: str = ""
+    explains: Callable[[], Fit | None]
+
+    @property
+    def key(self) -> Key:
+        """The cause with what it is about."""
+        return self.cause, self.about
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskedText:
+    """A text that is to be explained.
+
+    Attributes
+    ----------
+    text : Text
+        The text as it was given, from which other prompts are made.
+    others : sequence of str
+        Names under which other adapters are loaded into the model.
+    """
+
+    text: Text
+    judged: JudgedText
+    tokenizer: Any
+    others: Sequence[str] = ()
+
+    def alternatives(self) -> Iterator[Alternative]:
+        """Yield what may explain the text, mistakes of one pass first."""
+        judged, model = self.judged, self.judged.passes.model
+        base_alone = None
+        if can_disable(model):
+            base_alone = functools.partial(judged.passes.of, "without the adapter", model.disable_adapter)
+        for name in self.others:
+            of_other = functools.partial(judged.passes.of, f"adapter {name}", functools.partial(active, model, name))
+            yield self._by_logits(TextCause.OTHER_ADAPTER, name, of_other)
+        for cause, about, compute in mistakes(judged.passes, base_alone):
+            yield self._by_logits(cause, about, compute)
+        if base_alone is not None:
+            yield from self._off_from_a_token(base_alone)
+        for wrong_prompt, about, prompt in other_prompts(self.text, judged.tokens, self.tokenizer, model):
+            yield Alternative(cause=wrong_prompt, about=about, explains=functools.partial(self._fits_after, prompt))
+        for about, change in _other_positions(base_of(model)):
+            yield self._by_logits(TextCause.ROTARY, about, functools.partial(judged.passes.of, about, change))
+
+    def merges(self) -> Iterator[Alternative]:
+        """Yield merges in narrower dtypes, which are tried where nothing else explains the text."""
+        for cause, ways in merges(self.judged.passes.model).items():
+            computes = [functools.partial(self.judged.passes.merged, way) for way in ways]
+            yield Alternative(cause=cause, explains=functools.partial(self._any_merge_fits, computes))
+
+    def _by_logits(self, cause: Explanation, about: str, compute: Callable[[], torch.Tensor]) -> Alternative:
+        return Alternative(cause=cause, about=about, explains=lambda: self.fits(self.judged.figures(compute())))
+
+    def fits(self, figures: TokenFigures) -> Fit | None:
+        """Return how a model with these exact figures explains the text; None where it does not."""
+        if not bool(self.judged.fit_logprobs(figures).all()):
+            return None
+        if bool(self.judged.fit_greedily(figures).all()):
+            return Fit.TOKENS
+        has_logprobs = self.judged.tokens.judged_logprobs is not None
+        return Fit.LOGPROBS if has_logprobs else None
+
+    def _any_merge_fits(self, computes: Sequence[Callable[[], torch.Tensor]]) -> Fit | None:
+        with suppress(MergeRefusedError):
+            for compute in computes:
+                fit = self.fits(self.judged.figures(compute()))
+                if fit is not None:
+                    return fit
+        return None
+
+    def _fits_after(self, prompt: Sequence[int]) -> Fit | None:
+        """Return how another prompt explains the text."""
+        judged = self.judged
+        tokens = replace(judged.tokens, prompt=list(prompt))
+        passes = Passes(
+            model=judged.passes.model,
+            inputs=inputs_of(judged.passes.model, tokens),
+            watch=lambda: None,
+            step=judged.passes.step,
+        )
+        return self.fits(judged.figures(passes.of("another prompt", _unchanged), tokens))
+
+    def _fit_each(self, figures: TokenFigures) -> torch.Tensor:
+        """Report for each token whether it is right by these figures, `(tokens,)`."""
+        if self.judged.tokens.judged_logprobs is not None:
+            return self.judged.fit_logprobs(figures)
+        return self.judged.fit_greedily(figures)
+
+    def _off_from_a_token(self, base_alone: Callable[[], torch.Tensor]) -> Iterator[Alternative]:
+        """Yield that the adapter was off from one token on, where there is such a token."""
+        without = self.judged.figures(base_alone())
+        place = self._place_off(without)
+        if place is None:
+            return
+        mixed = self.judged.fit_greedily(self.judged.exact)
+        mixed[place:] = self.judged.fit_greedily(without)[place:]
+        fit = Fit.TOKENS if bool(mixed.all()) else Fit.LOGPROBS
+        token = str(self.judged.places[place] + 1)
+        yield Alternative(cause=TextCause.OFF_FROM, about=token, explains=lambda: fit)
+
+    def _place_off(self, figures: TokenFigures) -> int | None:
+        """Return the first token, from which on all are the base's and before which all are the model's.
+
+        None where there is none, or where the base alone would explain all of the text.
+        """
+        right = self._fit_each(self.judged.exact)
+        without = self._fit_each(figures)
+        wrong = (~right).nonzero()[:, 0].tolist()
+        if not wrong:
+            return None
+        first = wrong[0]
+        is_base_before = bool(without[:first].all())
+        if is_base_before or not bool(without[first:].all()):
+            return None
+        return int(first)
+
+
+def can_disable(model: Any) -> bool:
+    """Report whether PEFT can disable the adapter."""
+    return hasattr(model, "disable_adapter")
+
+
+@contextmanager
+def active(model: Any, name: str) -> Iterator[None]:
+    """Let another adapter be the active one."""
+    before = model.active_adapter
+    model.set_adapter(name)
+    try:
+        yield
+    finally:
+        model.set_adapter(before)
+
+
+@contextmanager
+def _unchanged() -> Iterator[None]:
+    yield
+
+
+def _other_positions(base: Any) -> Iterator[tuple[str, Callable[[], Change]]]:
+    """Yield other rotary positions: their name, and what computes with them."""
+    rotaries = [module for module in base.modules() if isinstance(getattr(module, "inv_freq", None), torch.Tensor)]
+    if not rotaries or any(module.inv_freq.dim() != 1 for module in rotaries):
+        return
+    tables = [module.inv_freq for module in rotaries]
+    own_base = _base_of_positions(tables[0])
+    for rotary_base in _ROTARY_BASES:
+        others = [_frequencies(table, rotary_base) for table in tables]
+        is_own = all(torch.allclose(table, other, rtol=1e-4) for table, other in zip(tables, others, strict=True))
+        if not is_own:
+            name = f"rotary positions of base {rotary_base:,.0f} (here {own_base:,.0f})"
+            yield name, functools.partial(_positions_by, rotaries, others)
+
+
+def _base_of_positions(table: torch.Tensor) -> float:
+    """Return the base that the second frequency of a table is of, as it would be without scaling."""
+    if len(table) < 2:
+        return 1.0
+    return math.pow(float(table[1] / table[0]), -len(table))
+
+
+def _frequencies(table: torch.Tensor, rotary_base: float) -> torch.Tensor:
+    exponents = torch.arange(len(table), dtype=torch.float32) / len(table)
+    return (1.0 / rotary_base**exponents).to(table.dtype)
+
+
+@contextmanager
+def _positions_by(rotaries: Sequence[Any], tables: Sequence[torch.Tensor]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for module, table in zip(rotaries, tables, strict=True):
+            stack.enter_context(mock.patch.object(module, "inv_freq", table))
+        yield
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Causes:
+    """What explains texts.
+
+    Attributes
+    ----------
+    about : dict
+        What each cause is about, such as the name of an adapter; empty where it is about nothing.
+    fit : Fit
+        Whether all texts are explained as they are, or the log probabilities of some alone.
+    """
+
+    about: dict[Explanation, str]
+    fit: Fit
+
+
+def causes_of(asked: Sequence[AskedText], *, greedily: bool = False) -> Causes | None:
+    """Return what explains each of these texts: merges only where nothing else does; None where nothing does.
+
+    Parameters
+    ----------
+    greedily : bool
+        Whether every token has to be the most likely one.
+    """
+    for alternatives_of in (AskedText.alternatives, AskedText.merges):
+        causes = _causes_by(alternatives_of, asked, greedily=greedily)
+        if causes is not None:
+            return causes
+    return None
+
+
+def _causes_by(
+    alternatives_of: Callable[[AskedText], Iterator[Alternative]], asked: Sequence[AskedText], *, greedily: bool
+) -> Causes | None:
+    common: dict[Explanation, str] | None = None
+    fits: list[Fit] = []
+    for each in asked:
+        found = _explaining_one(alternatives_of(each), common, greedily=greedily)
+        if not found:
+            return None  # a pass takes long, and no cause is left that could explain all texts
+        about = {cause: about for (cause, about), _ in found.items()}
+        common = about if common is None else _common(common, about)
+        fits += [fit for (cause, _), fit in found.items() if cause in common]
+        if not common:
+            return None
+    if not common:
+        return None
+    return Causes(about=common, fit=Fit.LOGPROBS if Fit.LOGPROBS in fits else Fit.TOKENS)
+
+
+def _explaining_one(
+    alternatives: Iterator[Alternative], common: dict[Explanation, str] | None, *, greedily: bool
+) -> dict[Key, Fit]:
+    """Return what explains one text, among what explains the texts before it."""
+    found: dict[Key, Fit] = {}
+    for alternative in alternatives:
+        is_ruled_out = common is not None and alternative.cause not in common
+        is_known = any(cause is alternative.cause for cause, _ in found)
+        if is_ruled_out or is_known:
+            continue
+        fit = alternative.explains()
+        if fit is Fit.TOKENS or (fit is Fit.LOGPROBS and not greedily):
+            found[alternative.key] = fit
+    return found
+
+
+def _common(before: dict[Explanation, str], about: dict[Explanation, str]) -> dict[Explanation, str]:
+    """Return the causes of both; a token is left open where it differs from text to text."""
+    common = {}
+    for cause, of_others in before.items():
+        if cause not in about:
+            continue
+        if about[cause] == of_others:
+            common[cause] = of_others
+        elif cause is TextCause.OFF_FROM:
+            common[cause] = SOME_TOKEN
+    return common
+
+
+SOME_TOKEN = "…"
+"""What stands for a token that differs from text to text."""
+
+
+def figures_without_adapter(judged: JudgedText) -> TokenFigures:
+    """Return the exact figures of the base alone."""
+    return judged.figures(judged.passes.of("without the adapter", judged.passes.model.disable_adapter))

@@ -1,0 +1,61 @@
+"""What explains a text that a model has not written as it is, in words. No torch here.
+
+Each is tested by computing, in float64, what the model would have written if it were so (`alternatives.py`). Mistakes
+of an engine with the adapter as a whole are those of `consistency.extras.serving.causes`.
+"""
+
+from __future__ import annotations
+
+from consistency.capture.explanation import Explanation
+
+
+class TextCause(Explanation):
+    """A mistake that explains a text: its phrase continues "written …"."""
+
+    OTHER_ADAPTER = (
+        "other-adapter",
+        "by the adapter {}",
+        "look which checkpoint the engine had loaded when it wrote this, and when the trainer sends it the next one",
+    )
+    OFF_FROM = (
+        "adapter-off-from-token",
+        "with the adapter on at first, and as the base alone from token {} on",
+        "look whether the engine applies the adapter in its decoding steps, or on the prompt alone",
+    )
+    BEGIN_TWICE = (
+        "prompt-begins-twice",
+        "after a prompt with the begin token twice",
+        "the chat template writes the begin token already: encode its text with add_special_tokens=False, or send the "
+        "engine token ids",
+    )
+    BEGIN_MISSING = (
+        "prompt-without-begin",
+        "after a prompt without the begin token",
+        "encode the prompt with add_special_tokens=True, or send the engine token ids",
+    )
+    BEGIN_ADDED = (
+        "prompt-begin-added",
+        "after a prompt with a begin token that this tokenizer does not write",
+        "compare add_bos_token of the engine's tokenizer with the base's, or send the engine token ids",
+    )
+    PROMPT_CUT = (
+        "prompt-cut",
+        "after a part of the prompt: {}",
+        "raise the engine's length of prompts (max_model_len, max_prompt_length, truncate_prompt_tokens), or leave out "
+        "what is too long",
+    )
+    PROMPT_SPACE = (
+        "prompt-space",
+        "after the prompt {}",
+        "send the engine token ids, or the prompt as it was used here: a space at its end is a token of its own",
+    )
+    PROMPT_TEMPLATE = (
+        "prompt-template",
+        "after another prompt: {}",
+        "compare the chat template and its options of the engine with the tokenizer's, or send the engine token ids",
+    )
+    ROTARY = (
+        "other-rotary-positions",
+        "with {}",
+        "compare rope_theta and rope_scaling of the engine's config with those of the base's config.json",
+    )

@@ -1,0 +1,367 @@
+"""One text judged in float64: the gap and the log probability of each token, and what rounding may do to them."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from consistency.case.budget.costs import LEAST_PASSES, MOST_PASSES
+from consistency.devices.products import Products
+from consistency.errors import InputError
+from consistency.extras.serving.check_text.processing import Logits, Processing
+from consistency.extras.serving.check_text.report import LogprobGap, TokenGap
+from consistency.extras.serving.check_text.texts import Tokens, other_tokens
+from consistency.extras.serving.engine_outputs.passes import Passes
+from consistency.extras.serving.inference.request import OUTPUT
+from consistency.numerics.decision import CONTINUOUS, Decision
+from consistency.numerics.error_spread import Spread
+from consistency.worker.cpu_error import with_noise
+from consistency.worker.model import half_kernels
+from consistency.worker.model.running import Activations, activations, base_of
+
+Step = Callable[[str], None]
+
+_MOST_DIVISIONS = 16
+"""Tries to divide one text otherwise into tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenFigures:
+    r"""What one pass says of each token of a text.
+
+    Attributes
+    ----------
+    gaps : torch.Tensor
+        `(tokens,)`: logit of the largest token minus that of the token that was written.
+    logprobs : torch.Tensor
+        `(tokens,)`: log probability of the token, as the model's own.
+    margins : torch.Tensor
+        `(tokens,)`: the largest logit minus the second.
+    largest : torch.Tensor
+        `(tokens,)`: ids of the largest logits, the end of the text ruled out where the text goes on.
+    weights : torch.Tensor
+        `(tokens,)`: by how much independent errors of equal size in all logits move the log probability, in units of
+        that size: the root of :math:`(1 - p)^2 + \sum q^2`, with p the token's probability and q the others'.
+    past_end : int
+        Tokens in whose place the model would have ended the text.
+    """
+
+    gaps: torch.Tensor
+    logprobs: torch.Tensor
+    margins: torch.Tensor
+    largest: torch.Tensor
+    weights: torch.Tensor
+    past_end: int
+
+    @classmethod
+    def of(cls, logits: Logits, chosen: torch.Tensor, ends: tuple[int, ...]) -> TokenFigures:
+        """Return the figures of logits; `ends` are the ids that end a text."""
+        two_values, two_ids = logits.without_ends.topk(2, -1)
+        largest = two_ids[:, 0]
+        gaps = two_values[:, 0] - _at(logits.own, chosen)
+        logprobs = logits.own.log_softmax(-1)
+        probabilities = logprobs.exp()
+        own = _at(probabilities, chosen)
+        weights = (1 - 2 * own + probabilities.square().sum(-1)).clamp_min(0).sqrt()
+        goes_on = ~are_ends(chosen, ends)
+        past_end = sum(token in ends for token in logits.own.argmax(-1)[goes_on].tolist())
+        return cls(
+            gaps=gaps,
+            logprobs=_at(logprobs, chosen),
+            margins=two_values[:, 0] - two_values[:, 1],
+            largest=largest,
+            weights=weights,
+            past_end=past_end,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JudgedText:
+    """A text, its exact figures, and what rounding may do to them.
+
+    Attributes
+    ----------
+    passes : Passes
+        Float64 passes over the text, with and without mistakes.
+    exact : TokenFigures
+        The figures of the float64 pass of the model as it is.
+    gap_spread, logprob_spread : Spread
+        Error that rounding makes in the gap and in the log probability of each token, `(tokens, 1)`.
+    noisy_logprobs : torch.Tensor
+        `(passes, tokens)`: log probabilities in passes with noise.
+    decides : bool
+        The model makes decisions, such as a router's, which rounding may turn.
+    """
+
+    tokens: Tokens
+    passes: Passes
+    exact: TokenFigures
+    gap_spread: Spread
+    logprob_spread: Spread
+    noisy_logprobs: torch.Tensor
+    decides: bool
+
+    @classmethod
+    def of(cls, model: Any, tokens: Tokens, tokenizer: Any, step: Step) -> JudgedText:
+        """Judge a text; where it is impossible, in other tokens too, if these are not the writer's own."""
+        for _ in range(_MOST_DIVISIONS):
+            judged = cls._in_these_tokens(model, tokens, step)
+            place = judged.first_impossible
+            if place is None:
+                break
+            largest = int(judged.exact.largest[place])
+            divided_otherwise = next(other_tokens(tokens, judged.places[place], largest, tokenizer), None)
+            if divided_otherwise is None:
+                break
+            tokens = divided_otherwise
+        return judged
+
+    @classmethod
+    def _in_these_tokens(cls, model: Any, tokens: Tokens, step: Step) -> JudgedText:
+        inputs = inputs_of(model, tokens)
+        chosen, ends = chosen_ids(tokens), end_ids(model)
+        decisions: list[str] = []
+
+        def note(decision: Decision) -> None:
+            decisions.append(decision.name)
+
+        # the exact pass first: it says between which tokens the gaps are, and whether the model decides
+        step("float64")
+        passes = Passes(model=model, inputs=inputs, watch=lambda: note, step=step)
+        logits = logits_of(passes.of("right", nullcontext), tokens, ends)
+        exact = TokenFigures.of(logits, chosen, ends)
+        # the gap of the largest token is to the second one, or its spread would be none
+        second = logits.without_ends.topk(2, -1).indices[:, 1]
+        compared = torch.where(chosen == exact.largest, second, chosen)
+
+        def figures(logits: Logits) -> torch.Tensor:
+            """Return gap and log probability of each token, `(tokens, 2)`."""
+            gaps = _at(logits.own, exact.largest) - _at(logits.own, compared)
+            return torch.stack([gaps, _at(logits.own.log_softmax(-1), chosen)], 1)
+
+        right = figures(logits)
+        del logits  # of `(tokens, vocabulary)` in float64, which the passes with noise need room for
+        decides = any(name not in CONTINUOUS for name in decisions)
+        count = MOST_PASSES if decides else LEAST_PASSES
+        noisy = _noisy_figures(model, tokens, inputs, figures, count, step)
+        gap_spread, logprob_spread = (_spread([each[:, [n]] for each in noisy], right[:, [n]]) for n in range(2))
+        # a mistake may have a router choose otherwise, so passes with one decide by themselves
+        free = Passes(model=model, inputs=inputs, watch=lambda: None, step=step)
+        return cls(
+            tokens=tokens,
+            passes=free,
+            exact=exact,
+            gap_spread=gap_spread,
+            logprob_spread=logprob_spread,
+            noisy_logprobs=torch.stack([each[:, 1] for each in noisy]),
+            decides=decides,
+        )
+
+    @property
+    def places(self) -> list[int]:
+        """Places in the text of the tokens that are judged, from 0 on."""
+        return self.tokens.judged_places
+
+    @property
+    def chosen(self) -> torch.Tensor:
+        """Ids of the tokens that are judged, `(tokens,)`."""
+        return chosen_ids(self.tokens)
+
+    @property
+    def allowed_gaps(self) -> torch.Tensor:
+        """Largest gap that rounding explains, `(tokens,)`."""
+        return self.gap_spread.allowed(self.exact.gaps[:, None], torch.float32)[:, 0]
+
+    @property
+    def allowed_logprobs(self) -> torch.Tensor:
+        """Largest error of a log probability that rounding explains, `(tokens,)`."""
+        return self.logprob_spread.allowed(self.exact.logprobs[:, None], torch.float32)[:, 0]
+
+    @property
+    def first_impossible(self) -> int | None:
+        """Number of the first token whose gap rounding does not explain, among those that are judged; None for none."""
+        outside = (self.exact.gaps > self.allowed_gaps).nonzero()[:, 0].tolist()
+        return outside[0] if outside else None
+
+    @property
+    def is_greedy(self) -> bool:
+        """Report whether each token is the most likely one, but for rounding."""
+        return self.first_impossible is None
+
+    @property
+    def logprob_ratios(self) -> torch.Tensor | None:
+        """Error of each log probability over what rounding may do, `(tokens,)`; None where none came with the text.
+
+        Zero where that of a token was not given.
+        """
+        wanted = self.tokens.judged_logprobs
+        if wanted is None:
+            return None
+        return _ratios(wanted, self.exact.logprobs, self.allowed_logprobs)
+
+    def token_gap(self, number: int, tokenizer: Any) -> TokenGap:
+        """Return the token of a number beside the one with the largest logit, in words where there is a tokenizer."""
+        token_id, largest_id = int(self.chosen[number]), int(self.exact.largest[number])
+        text, largest_text = "", ""
+        if tokenizer is not None:
+            text, largest_text = tokenizer.decode([token_id]), tokenizer.decode([largest_id])
+        return TokenGap(
+            token=self.places[number] + 1,
+            id=token_id,
+            largest_id=largest_id,
+            gap=float(self.exact.gaps[number]),
+            allowed=float(self.allowed_gaps[number]),
+            text=text,
+            largest_text=largest_text,
+        )
+
+    def worst_logprob(self) -> LogprobGap | None:
+        """Return the log probability with the largest ratio; None where none came with the text."""
+        ratios, wanted = self.logprob_ratios, self.tokens.judged_logprobs
+        if ratios is None or wanted is None:
+            return None
+        number = int(ratios.nan_to_num(math.inf).argmax())
+        return LogprobGap(
+            token=self.places[number] + 1,
+            given=float(wanted[number]),
+            exact=float(self.exact.logprobs[number]),
+            allowed=float(self.allowed_logprobs[number]),
+        )
+
+    # ---- the same tokens under a mistake
+
+    def figures(self, logits: torch.Tensor, tokens: Tokens | None = None) -> TokenFigures:
+        """Return the figures of exact logits of a model with a mistake, `(1, length, vocabulary)`."""
+        ends = end_ids(self.passes.model)
+        return TokenFigures.of(logits_of(logits, tokens or self.tokens, ends), self.chosen, ends)
+
+    def fit_greedily(self, figures: TokenFigures) -> torch.Tensor:
+        """Report for each token whether it would be the most likely one, but for rounding, `(tokens,)`."""
+        return figures.gaps <= self.gap_spread.allowed(figures.gaps[:, None], torch.float32)[:, 0]
+
+    def fit_logprobs(self, figures: TokenFigures) -> torch.Tensor:
+        """Report for each token whether its log probability would be the one that came with the text, `(tokens,)`."""
+        wanted = self.tokens.judged_logprobs
+        if wanted is None:
+            return torch.ones_like(figures.gaps, dtype=torch.bool)
+        allowed = self.logprob_spread.allowed(figures.logprobs[:, None], torch.float32)[:, 0]
+        return _ratios(wanted, figures.logprobs, allowed) <= 1
+
+    def logits(self) -> Logits:
+        """Return the exact logits; they are computed again where they are not kept."""
+        return logits_of(self.passes.of("right", nullcontext), self.tokens, end_ids(self.passes.model))
+
+    def ratio_of_processing(self, processing: Processing, step: Step) -> float:
+        """Return the largest error of the log probabilities, taken in this way, over what rounding may do."""
+        wanted = self.tokens.judged_logprobs
+        assert wanted is not None
+        kept: torch.Tensor | None = None
+        logits = self.logits()
+        if processing.sampling.leaves_out:
+            slack = self.allowed_logprobs / min(1.0, processing.sampling.temperature)
+            kept = processing.kept(logits, self.chosen, wanted, slack)
+        exact = processing.logprobs(logits, self.chosen, kept)
+        del logits
+        read = functools.partial(processing.logprobs, chosen=self.chosen, kept=kept)
+        noisy = _noisy_figures(self.passes.model, self.tokens, self.passes.inputs, read, len(self.noisy_logprobs), step)
+        allowed = _spread(noisy, exact).allowed(exact, torch.float32)[:, 0]
+        return float(_ratios(wanted, exact[:, 0], allowed).max())
+
+
+def _noisy_figures(
+    model: Any,
+    tokens: Tokens,
+    inputs: Activations,
+    figures: Callable[[Logits], torch.Tensor],
+    count: int,
+    step: Step,
+) -> list[torch.Tensor]:
+    """Return figures of passes with random rounding errors in the model's own dtype."""
+    ends = end_ids(model)
+    noisy = []
+    for seed in range(count):
+        step(f"with noise ({seed + 1} of {count})")
+        kernels = half_kernels.replacement(model, len(tokens.prompt) + len(tokens.ids))
+        with half_kernels.computing(kernels), with_noise(Products(), seed):
+            noisy.append(figures(logits_of(activations(model, inputs)[OUTPUT], tokens, ends)))
+    return noisy
+
+
+def _spread(noisy: Sequence[torch.Tensor], exact: torch.Tensor) -> Spread:
+    return Spread.of([each.to(torch.float32) for each in noisy], exact.contiguous())
+
+
+def _ratios(wanted: torch.Tensor, exact: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:
+    """Return errors over what is allowed; 0 where a log probability was not given (NaN)."""
+    return torch.where(wanted.isnan(), 0.0, (wanted - exact).abs() / allowed)
+
+
+def _at(values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Return of each row the value at an id, `(tokens,)`."""
+    return values.gather(1, ids[:, None])[:, 0]
+
+
+def inputs_of(model: Any, tokens: Tokens) -> Activations:
+    """Return the model's inputs for a text: the last rows of its logits have chosen the tokens."""
+    config = getattr(base_of(model), "config", None)
+    has_encoder = getattr(config, "is_encoder_decoder", False)
+    if not has_encoder:
+        ids = torch.tensor([[*tokens.prompt, *tokens.ids[:-1]]])
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    start = getattr(config, "decoder_start_token_id", None)
+    if start is None:
+        start = 0
+    ids = torch.tensor([tokens.prompt])
+    decoder_ids = torch.tensor([[start, *tokens.ids[:-1]]])
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "decoder_input_ids": decoder_ids}
+
+
+def chosen_ids(tokens: Tokens) -> torch.Tensor:
+    """Return the ids of the tokens that are judged, `(tokens,)`."""
+    return torch.tensor([tokens.ids[place] for place in tokens.judged_places])
+
+
+def logits_of(output: torch.Tensor, tokens: Tokens, ends: tuple[int, ...]) -> Logits:
+    """Return the logits that chose each token that is judged, in float64, from a model's output.
+
+    Raises
+    ------
+    InputError
+        The text has a token that the model has no logit for.
+    """
+    of_text = output[0, -len(tokens.ids) :]
+    chosen = chosen_ids(tokens)
+    if int(chosen.max()) >= of_text.shape[-1]:
+        raise InputError("the text has a token that the model has no logit for", got=int(chosen.max()))
+    own = of_text[tokens.judged_places].to(torch.float64)
+    goes_on = ~are_ends(chosen, ends)
+    known_ends = [end for end in ends if end < own.shape[-1]]
+    if not known_ends or not bool(goes_on.any()):
+        return Logits(own=own, without_ends=own)
+    without_ends = own.clone()
+    for end in known_ends:
+        without_ends[goes_on, end] = -math.inf
+    return Logits(own=own, without_ends=without_ends)
+
+
+def end_ids(model: Any) -> tuple[int, ...]:
+    """Return the ids that end a text: of the generation config, else of the model's config."""
+    base = base_of(model)
+    for config in (getattr(base, "generation_config", None), getattr(base, "config", None)):
+        end = getattr(config, "eos_token_id", None)
+        if isinstance(end, list):
+            return tuple(end)
+        if end is not None:
+            return (int(end),)
+    return ()
+
+
+def are_ends(chosen: torch.Tensor, ends: tuple[int, ...]) -> torch.Tensor:
+    """Report for each token whether it ends a text."""
+    return torch.isin(chosen, torch.tensor(ends, dtype=chosen.dtype))

@@ -1,0 +1,437 @@
+"""How log probabilities were taken from logits, besides as the model's own: after a sampler's processing.
+
+An engine's sampler divides logits by a temperature, masks the end of the text where it is told to go on, and leaves out
+all but the most likely tokens (top-k, top-p, min-p). Some engines give the log probabilities of what is left, which a
+trainer then takes for the model's. Each has a closed form in the exact logits. With z the logit of the token that was
+chosen, T the temperature and K the tokens that are left, its log probability is
+
+    z / T - log(sum over K of exp(z' / T)),
+
+so the log probability that was given says, for each token by itself, how large that sum is, and with the logits sorted
+how many of them are in it. All three ways to leave tokens out have one parameter, which this count bounds from both
+sides at each token; the parameter is known where the bounds of all tokens have numbers in common. The bounds are as
+wide as rounding makes them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from consistency.extras.serving.check_text.sampling import Sampling
+
+MASKED_END = "the end of the text masked"
+
+_LEAST_TOKENS = 4
+"""Parameters are fitted to the text: of fewer tokens nearly any log probabilities are those of some temperature."""
+
+_MOST_FITTED = 16
+"""Tokens that a temperature is fitted to; it is then held against all."""
+
+_LEAST_TEMPERATURE, _MOST_TEMPERATURE = 0.05, 10.0
+_TEMPERATURE_STEP = 1.1
+"""Factor between temperatures of the coarse search."""
+
+_DIGITS = (1, 2, 3)
+"""Decimals of a parameter that somebody sets: the fewest that fit name it."""
+
+_USUAL_TEMPERATURES = (1.0, 0.7, 0.6, 0.8, 0.9, 0.5, 1.2, 0.3, 0.2, 0.4, 0.1, 0.75, 0.95, 1.1, 1.5)
+"""Temperatures that are tried together with tokens left out: there the temperature cannot be fitted by itself."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Processing:
+    """A way to take log probabilities from logits; the defaults are the model's own.
+
+    Attributes
+    ----------
+    is_end_masked : bool
+        The end of the text is ruled out wherever the text goes on.
+    """
+
+    sampling: Sampling = Sampling()
+    is_end_masked: bool = False
+
+    @property
+    def name(self) -> str:
+        """What follows "with" in a report; empty for the model's own."""
+        named = [str(self.sampling)] if str(self.sampling) else []
+        if self.is_end_masked:
+            named.append(MASKED_END)
+        return " and ".join(named)
+
+    @property
+    def is_own(self) -> bool:
+        """Report whether these are the model's own log probabilities."""
+        return self == MODEL
+
+    def logprobs(self, logits: Logits, chosen: torch.Tensor, kept: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the log probability of each token that was chosen, `(tokens, 1)`.
+
+        Parameters
+        ----------
+        chosen : torch.Tensor
+            `(tokens,)`: the ids of the text.
+        kept : torch.Tensor, optional
+            `(tokens, vocabulary)`: the tokens that were left; those that these logits leave by default.
+        """
+        scaled = logits.of(is_end_masked=self.is_end_masked) / self.sampling.temperature
+        if kept is None and self.sampling.leaves_out:
+            kept = self.kept(logits, chosen)
+        if kept is not None:
+            scaled = scaled.masked_fill(~kept, -math.inf)
+        return scaled.log_softmax(-1).gather(1, chosen[:, None])
+
+    def kept(
+        self,
+        logits: Logits,
+        chosen: torch.Tensor,
+        wanted: torch.Tensor | None = None,
+        allowed: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return which tokens are left, `(tokens, vocabulary)`.
+
+        Where a border lies within rounding, the number of tokens is taken that comes nearest to the log probabilities
+        that are wanted. The token that was chosen is always among them, whose log probability would be infinite else.
+
+        Parameters
+        ----------
+        wanted, allowed : torch.Tensor, optional
+            `(tokens,)`: the log probabilities that came with the text, and what rounding may do to each.
+        """
+        ranking = Ranking.of(logits.of(is_end_masked=self.is_end_masked), chosen, self.sampling.temperature)
+        slack = torch.zeros(len(chosen), dtype=torch.float64) if allowed is None else allowed
+        fewest, most = ranking.counts_left(self.sampling, slack)
+        counts = fewest
+        if wanted is not None:
+            counts = ranking.nearest_counts(wanted, fewest, most)
+        counts = counts.maximum(ranking.places + 1)
+        is_left = torch.arange(ranking.scores.shape[1])[None] < counts[:, None]
+        return torch.zeros_like(is_left).scatter(1, ranking.order, is_left)
+
+    def places_outside(self, logits: Logits, chosen: torch.Tensor, slack: torch.Tensor) -> torch.Tensor:
+        """Return the places of tokens that the sampler does not leave, whatever rounding does, in order.
+
+        Parameters
+        ----------
+        slack : torch.Tensor
+            `(tokens,)`: what rounding may do to the gap between a token and the largest.
+        """
+        ranking = Ranking.of(logits.of(is_end_masked=self.is_end_masked), chosen, self.sampling.temperature)
+        _, most = ranking.counts_left(self.sampling, slack / self.sampling.temperature)
+        last_left = ranking.scores.gather(1, most[:, None] - 1)[:, 0]
+        is_outside = ranking.chosen_scores < last_left - slack / self.sampling.temperature
+        return is_outside.nonzero()[:, 0]
+
+
+MODEL = Processing()
+"""The model's own log probabilities."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Logits:
+    """The logits that chose tokens, `(tokens, vocabulary)` float64, and the same with the end of the text ruled out."""
+
+    own: torch.Tensor
+    without_ends: torch.Tensor
+
+    def of(self, *, is_end_masked: bool) -> torch.Tensor:
+        """Return the logits as they are, or with the end ruled out."""
+        return self.without_ends if is_end_masked else self.own
+
+    @property
+    def masks_end(self) -> bool:
+        """Report whether ruling out the end changes them."""
+        return self.own is not self.without_ends and not torch.equal(self.own, self.without_ends)
+
+    def at(self, places: torch.Tensor) -> Logits:
+        """Return those of some tokens."""
+        return Logits(own=self.own[places], without_ends=self.without_ends[places])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranking:
+    """The tokens of the vocabulary, most likely first, at each place of a text.
+
+    Attributes
+    ----------
+    scores, order : torch.Tensor
+        `(tokens, vocabulary)`: logits over temperature in descending order, and the ids that they are of.
+    sums : torch.Tensor
+        `(tokens, vocabulary)`: the logarithm of the sum of the exponentials of the first of them.
+    chosen_scores, places : torch.Tensor
+        `(tokens,)`: score of the token that was chosen, and its place in the order, from 0 on.
+    """
+
+    scores: torch.Tensor
+    order: torch.Tensor
+    sums: torch.Tensor
+    chosen_scores: torch.Tensor
+    places: torch.Tensor
+
+    @classmethod
+    def of(cls, logits: torch.Tensor, chosen: torch.Tensor, temperature: float) -> Ranking:
+        """Sort the logits of each place."""
+        scores, order = (logits / temperature).sort(stable=True, dim=-1, descending=True)
+        chosen_scores = (logits / temperature).gather(1, chosen[:, None])[:, 0]
+        places = (order == chosen[:, None]).to(torch.int8).argmax(-1)
+        return cls(
+            scores=scores,
+            order=order,
+            sums=scores.logcumsumexp(-1),
+            chosen_scores=chosen_scores,
+            places=places,
+        )
+
+    def counts_left(self, sampling: Sampling, slack: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the fewest and the most tokens that a sampler may leave at each place, `(tokens,)` each.
+
+        Parameters
+        ----------
+        slack : torch.Tensor
+            `(tokens,)`: what rounding may do to a log probability: borders this near may lie on either side.
+        """
+        size = self.scores.shape[1]
+        fewest = torch.full((len(self.scores),), size)
+        most = fewest.clone()
+        if sampling.top_k:
+            fewest = fewest.clamp_max(sampling.top_k)
+            most = most.clamp_max(sampling.top_k)
+        if sampling.top_p < 1:
+            # of the mass up to each token, a border may move by what rounding does to it
+            masses = (self.sums - self.sums[:, -1:]).exp()
+            moved = masses * (1 - masses) * 2 * slack[:, None]
+            # a token is left where the mass before it is below top-p: so many as have not reached it, and one more
+            fewest = fewest.minimum((masses + moved < sampling.top_p).sum(-1) + 1)
+            most = most.minimum((masses - moved < sampling.top_p).sum(-1) + 1)
+        if sampling.min_p > 0:
+            distances = self.scores - self.scores[:, :1]
+            least = math.log(sampling.min_p)
+            fewest = fewest.minimum((distances - 2 * slack[:, None] >= least).sum(-1))
+            most = most.minimum((distances + 2 * slack[:, None] >= least).sum(-1))
+        return fewest.clamp(1, size), most.clamp(1, size)
+
+    def nearest_counts(self, wanted: torch.Tensor, fewest: torch.Tensor, most: torch.Tensor) -> torch.Tensor:
+        """Return the number of tokens, between two bounds, that comes nearest to log probabilities, `(tokens,)`."""
+        # sums grow with the number of tokens, so the nearest is one of two neighbours
+        targets = (self.chosen_scores - wanted)[:, None]
+        above = torch.searchsorted(self.sums, targets)[:, 0] + 1
+        nearest = fewest
+        for counts in (above - 1, above, most):
+            counts = counts.maximum(fewest).minimum(most)
+            is_nearer = self._distances(counts, targets) < self._distances(nearest, targets)
+            nearest = torch.where(is_nearer, counts, nearest)
+        return nearest
+
+    def _distances(self, counts: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return (self.sums.gather(1, counts[:, None] - 1) - targets).abs()[:, 0]
+
+    def counts_that_fit(self, wanted: torch.Tensor, allowed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return the fewest and the most tokens whose sum gives the log probabilities, `(tokens,)` each.
+
+        None where no number of tokens does at some place, or only one that would leave out the token itself.
+        """
+        targets = self.chosen_scores - wanted
+        fewest = (self.sums < (targets - allowed)[:, None]).sum(-1) + 1
+        most = (self.sums <= (targets + allowed)[:, None]).sum(-1)
+        fewest = fewest.maximum(self.places + 1)
+        if bool((fewest > most).any()):
+            return None
+        return fewest, most
+
+
+def processings_of(
+    wanted: torch.Tensor, logits: Logits, chosen: torch.Tensor, allowed: torch.Tensor
+) -> list[Processing]:
+    """Return ways in which the log probabilities of a text may have been taken, without the model's own.
+
+    Parameters
+    ----------
+    wanted, allowed : torch.Tensor
+        `(tokens,)`: the log probabilities that came with the text, and what rounding may do to each.
+    chosen : torch.Tensor
+        `(tokens,)`: the ids of the text.
+    """
+    found = []
+    masks = (False, True) if logits.masks_end else (False,)
+    if logits.masks_end:
+        found.append(Processing(is_end_masked=True))
+    if len(wanted) < _LEAST_TOKENS:
+        return found
+    for is_end_masked in masks:
+        temperatures = _temperatures(wanted, logits.of(is_end_masked=is_end_masked), chosen)
+        for temperature in temperatures:
+            found.append(Processing(sampling=Sampling(temperature=temperature), is_end_masked=is_end_masked))
+    for is_end_masked in masks:
+        for sampling in _leaving_out(wanted, logits.of(is_end_masked=is_end_masked), chosen, allowed):
+            found.append(Processing(sampling=sampling, is_end_masked=is_end_masked))
+            break  # the first fits all tokens: one that leaves more out would only be tried for nothing
+    return found
+
+
+def _temperatures(wanted: torch.Tensor, logits: torch.Tensor, chosen: torch.Tensor) -> list[float]:
+    """Return the temperature whose log probabilities are nearest to those wanted, to one, two and three decimals.
+
+    0 and 1 are left out: the one is no temperature, and the other is the model's own way.
+    """
+    # the least likely tokens: where a token is certain at any temperature, nothing is learned of it
+    fitted = wanted.argsort()[:_MOST_FITTED]
+    wanted, logits, chosen = wanted[fitted], logits[fitted], chosen[fitted]
+
+    def squared_error(temperature: float) -> float:
+        logprobs = (logits / temperature).log_softmax(-1).gather(1, chosen[:, None])[:, 0]
+        return float((logprobs - wanted).square().sum())
+
+    count = math.ceil(math.log(_MOST_TEMPERATURE / _LEAST_TEMPERATURE, _TEMPERATURE_STEP))
+    coarse = [_LEAST_TEMPERATURE * _TEMPERATURE_STEP**number for number in range(count)]
+    nearest = min(coarse, key=squared_error)
+    # then thirds: between two neighbours of the nearest one the error has one minimum
+    low, high = nearest / _TEMPERATURE_STEP, nearest * _TEMPERATURE_STEP
+    while high - low > 1e-5 * nearest:  # finer than the last decimal that is tried
+        third = (high - low) / 3
+        if squared_error(low + third) < squared_error(high - third):
+            high -= third
+        else:
+            low += third
+    rounded = dict.fromkeys(round((low + high) / 2, digits) for digits in _DIGITS)
+    return [temperature for temperature in rounded if temperature not in (0.0, 1.0)]
+
+
+def _leaving_out(
+    wanted: torch.Tensor, logits: torch.Tensor, chosen: torch.Tensor, allowed: torch.Tensor
+) -> Iterator[Sampling]:
+    """Yield samplers that leave tokens out and give these log probabilities, within what rounding allows.
+
+    All tokens are tried at one temperature after another, a few of them first: most temperatures fit none.
+    """
+    few = wanted.argsort()[:_MOST_FITTED]
+    for temperature in _USUAL_TEMPERATURES:
+        slack = allowed / min(1.0, temperature)
+        of_few = Ranking.of(logits[few], chosen[few], temperature)
+        if of_few.counts_that_fit(wanted[few], slack[few]) is None:
+            continue
+        ranking = Ranking.of(logits, chosen, temperature)
+        counts = ranking.counts_that_fit(wanted, slack)
+        if counts is None:
+            continue
+        base = Sampling(temperature=temperature)
+        yield from _parameters(ranking, *counts, slack, base)
+
+
+def _parameters(
+    ranking: Ranking, fewest: torch.Tensor, most: torch.Tensor, slack: torch.Tensor, base: Sampling
+) -> Iterator[Sampling]:
+    """Yield the parameters that leave between `fewest` and `most` tokens at every place, the simplest first."""
+    size = ranking.scores.shape[1]
+    if bool((most >= size).all()):
+        return  # nothing is left out
+    top_k = _whole_number_within(int(fewest.max()), int(most.min()))
+    if top_k is not None:
+        yield _leaving(base, top_k=top_k)
+    for top_p in _top_p_within(ranking, fewest, most, slack):
+        yield _leaving(base, top_p=top_p)
+    for min_p in _min_p_within(ranking, fewest, most, slack):
+        yield _leaving(base, min_p=min_p)
+    # both: the places with most tokens are bounded by top-k, and the others by top-p
+    largest = int(fewest.max())
+    at_most = most[fewest == largest]
+    top_k = _whole_number_within(largest, int(at_most.min()))
+    if top_k is None:
+        return
+    by_p = most < top_k
+    if not bool(by_p.any()) or bool(by_p.all()):
+        return
+    of_p = Ranking(
+        scores=ranking.scores[by_p],
+        order=ranking.order[by_p],
+        sums=ranking.sums[by_p],
+        chosen_scores=ranking.chosen_scores[by_p],
+        places=ranking.places[by_p],
+    )
+    for top_p in _top_p_within(of_p, fewest[by_p], most[by_p], slack[by_p], left=top_k):
+        yield _leaving(base, top_k=top_k, top_p=top_p)
+
+
+def _leaving(base: Sampling, *, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Sampling:
+    """Return a sampler with the same temperature that leaves tokens out."""
+    return Sampling(temperature=base.temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+
+
+def _top_p_within(
+    ranking: Ranking, fewest: torch.Tensor, most: torch.Tensor, slack: torch.Tensor, left: int = 0
+) -> Iterator[float]:
+    """Yield a top-p that leaves between `fewest` and `most` tokens at every place, if there is one.
+
+    Parameters
+    ----------
+    left : int
+        Tokens that a top-k before it has left; 0 for all.
+    """
+    whole = ranking.sums[:, left - 1 : left] if left else ranking.sums[:, -1:]
+    masses = (ranking.sums - whole).exp()
+    moved = masses * (1 - masses).clamp_min(0) * 2 * slack[:, None]
+    # so many tokens are left as first reach it: it is over the mass before the last one, and at most the mass with it
+    before = (masses - moved).gather(1, (fewest - 2).clamp_min(0)[:, None])[:, 0]
+    before = torch.where(fewest > 1, before, torch.zeros_like(before))
+    reached = (masses + moved).gather(1, (most - 1)[:, None])[:, 0]
+    value = _decimal_within(float(before.max()), float(reached.min()))
+    if value is not None and 0 < value < 1:
+        yield value
+
+
+def _min_p_within(ranking: Ranking, fewest: torch.Tensor, most: torch.Tensor, slack: torch.Tensor) -> Iterator[float]:
+    """Yield a min-p that leaves between `fewest` and `most` tokens at every place, if there is one."""
+    distances = ranking.scores - ranking.scores[:, :1]
+    last = distances.gather(1, (fewest - 1)[:, None])[:, 0] + 2 * slack
+    size = distances.shape[1]
+    after = distances.gather(1, most.clamp_max(size - 1)[:, None])[:, 0] - 2 * slack
+    after = torch.where(most < size, after, torch.full_like(after, -math.inf))
+    value = _decimal_within(float(after.max().exp()), float(last.min().exp()))
+    if value is not None and 0 < value < 1:
+        yield value
+
+
+def _decimal_within(low: float, high: float) -> float | None:
+    """Return the number over `low` and up to `high` that has the fewest decimals; None where there is none."""
+    if not low < high:
+        return None
+    for digits in (1, 2, 3, 4):
+        value = math.ceil(low * 10**digits) / 10**digits
+        candidates = [round(value + step / 10**digits, digits) for step in (0, 1)]
+        for candidate in candidates:
+            if low < candidate <= high and candidate > 0:
+                return candidate
+    return (low + high) / 2
+
+
+def _whole_number_within(low: int, high: int) -> int | None:
+    """Return the whole number between two bounds that has the fewest digits other than zero; None where none is."""
+    if low > high:
+        return None
+    step = int(10 ** len(str(high)))
+    while step >= 1:
+        candidate = -(-low // step) * step
+        if low <= candidate <= high and candidate > 0:
+            return candidate
+        step //= 10
+    return low
+
+
+def surprise_of(processing: Processing, logits: Logits, chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return by how much each token is less likely than a draw is on average, and the variance of that, `(tokens,)`.
+
+    Of tokens that are drawn in this way the first has the mean zero: it is minus the log probability of the token,
+    less the entropy of what it was drawn from.
+    """
+    scaled = logits.of(is_end_masked=processing.is_end_masked) / processing.sampling.temperature
+    if processing.sampling.leaves_out:
+        scaled = scaled.masked_fill(~processing.kept(logits, chosen), -math.inf)
+    logprobs = scaled.log_softmax(-1)
+    probabilities = logprobs.exp()
+    surprises = torch.where(probabilities > 0, -logprobs, 0.0)
+    entropy = (probabilities * surprises).sum(-1)
+    variance = (probabilities * surprises.square()).sum(-1) - entropy.square()
+    return -logprobs.gather(1, chosen[:, None])[:, 0] - entropy, variance.clamp_min(0)
