@@ -18,8 +18,10 @@ from consistency.case.case import Case
 from consistency.errors import InputError
 from consistency.extras.serving.causes import Cause
 from consistency.extras.serving.check_text import check
-from consistency.extras.serving.check_text.check import check_text
+from consistency.extras.serving.check_text.alternatives import Causes, Fit
+from consistency.extras.serving.check_text.check import TextOptions, check_text
 from consistency.extras.serving.check_text.report import TextReport
+from consistency.extras.serving.check_text.sampling import Sampling
 from consistency.extras.serving.check_text.texts import Text, Tokens, read_texts
 from consistency.extras.serving.engine_outputs import explanations
 from tests.conftest import Cli
@@ -105,13 +107,12 @@ def test_log_probabilities_that_are_off_are_found_where_the_tokens_are_right(lla
     report = check_text(case, [off, texts[1]])
     assert verdicts(report) == ["possible", "possible"], "of the tokens"
     assert (report.verdict, report.exit_status) == ("inconsistent", 1)
-    first, second, *_ = report.lines()
-    assert first == (
-        "INCONSISTENT   the log probabilities of 1 of 2 texts are not the model's; it could have written the tokens"
-    )
-    assert second.startswith("text 1: its log probabilities are not the model's: that of token")
-    assert "is 0.001 below the model's" in second
-    assert second.endswith("taken after temperature, top-k, top-p or a mask?")
+    first, second, *others = report.lines()
+    assert first.startswith("INCONSISTENT   the model could have written all 2 texts: 40 tokens")
+    assert second == "log probabilities: those of 1 of 2 texts are not the model's"
+    (of_text,) = (line for line in others if line.startswith("text 1: its log probabilities"))
+    assert of_text.startswith("text 1: its log probabilities are not the model's: that of token")
+    assert "is 0.001 below the model's" in of_text
 
 
 Sampler = Callable[[torch.Tensor], torch.Tensor]
@@ -160,6 +161,23 @@ def eight_largest(logits: torch.Tensor) -> torch.Tensor:
     return logits.masked_fill(logits < logits.topk(8).values[-1], -torch.inf)
 
 
+def twenty_largest(logits: torch.Tensor) -> torch.Tensor:
+    return logits.masked_fill(logits < logits.topk(20).values[-1], -torch.inf)
+
+
+def most_likely(logits: torch.Tensor, top_p: float) -> torch.Tensor:
+    """Leave the most likely tokens that have this probability together, as a sampler does."""
+    values, order = logits.softmax(-1).sort(descending=True)
+    left = order[(values.cumsum(0) - values) < top_p]
+    return torch.full_like(logits, -torch.inf).index_copy(0, left, logits[left])
+
+
+def of_least(logits: torch.Tensor, min_p: float) -> torch.Tensor:
+    """Leave the tokens that have this share of the most likely one's probability."""
+    probabilities = logits.softmax(-1)
+    return logits.masked_fill(probabilities < min_p * probabilities.max(), -torch.inf)
+
+
 @pytest.mark.parametrize(
     ("taken", "way"),
     [
@@ -170,7 +188,16 @@ def eight_largest(logits: torch.Tensor) -> torch.Tensor:
             "temperature 1.25 and the end of the text masked",
             marks=pytest.mark.slow,
         ),
-        (eight_largest, ""),
+        (eight_largest, "top-k 8"),
+        (lambda logits: most_likely(logits, 0.8), "top-p 0.8"),
+        (lambda logits: of_least(logits, 0.3), "min-p 0.3"),
+        (lambda logits: eight_largest(logits / 0.7), "temperature 0.7 and top-k 8"),
+        pytest.param(
+            lambda logits: most_likely(twenty_largest(logits / 0.7), 0.9),
+            "temperature 0.7 and top-k 20 and top-p 0.9",
+            marks=pytest.mark.slow,
+        ),
+        (lambda logits: logits + logits.sin(), ""),
     ],
 )
 def test_log_probabilities_after_a_sampler_say_nothing_against_the_tokens(
@@ -182,7 +209,8 @@ def test_log_probabilities_after_a_sampler_say_nothing_against_the_tokens(
     assert [one.logprobs_of for one in report.texts] == [way] * 3
     lines = "\n".join(report.lines())
     assert "could not have written" not in lines
-    assert f"were taken with {way}:" in lines if way else "taken after temperature, top-k, top-p or a mask?" in lines
+    assert f"those of 3 of 3 texts were taken with {way}" in lines if way else "are not the model's" in lines
+    assert (report.tokens_verdict, report.logprobs_verdict) == ("possible", "explained" if way else "wrong")
     assert (report.causes, report.logprob_causes) == ((), ())
 
 
@@ -191,7 +219,10 @@ def test_a_sampled_text_is_known_by_its_log_probabilities(llama: Path) -> None:
     model = loaded(case)
     own = check_text(case, rollout(model, drawn_by=lambda logits: logits))
     assert (set(verdicts(own)), own.exit_status, own.base_alone) == ({"sampled"}, 0, False)
-    assert "not the most likely ones: sampled, with the model's log probabilities" in "\n".join(own.lines())
+    assert (own.tokens_verdict, own.logprobs_verdict) == ("sampled", "right")
+    lines = "\n".join(own.lines())
+    assert "not the most likely ones: sampled" in lines
+    assert "log probabilities: the model's, in 3 texts" in lines
     of_base = check_text(case, rollout(model, drawn_by=lambda logits: logits, of_base=True))
     assert (of_base.exit_status, of_base.causes, of_base.logprob_causes) == (1, (), ("adapter-ignored",))
     lines = "\n".join(of_base.lines())
@@ -203,20 +234,63 @@ def test_a_sampled_text_is_known_by_its_log_probabilities(llama: Path) -> None:
     assert "impossible" in verdicts(check_text(case, without)), "nothing tells that it was sampled"
 
 
-def test_neither_tokens_nor_log_probabilities_of_the_model(llama: Path) -> None:
-    """It may have been sampled after top-k: nobody can say that the model did not write it."""
+def test_tokens_and_log_probabilities_of_one_sampler(llama: Path) -> None:
     case = case_of(llama, on_llama(llama, LORA))
     report = check_text(case, rollout(loaded(case), drawn_by=eight_largest, taken=eight_largest))
-    assert (set(verdicts(report)), report.exit_status) == ({"impossible"}, 1)
-    first = next(iter(report.lines()))
-    assert first.startswith("INCONSISTENT   neither the tokens of 3 of 3 texts are the most likely ones, nor the log ")
+    assert (set(verdicts(report)), report.exit_status) == ({"sampled"}, 1)
+    assert {one.logprobs_of for one in report.texts} == {"top-k 8"}
+    assert "could not have written" not in "\n".join(report.lines())
+    stated = TextOptions(sampling=Sampling(top_k=8), processed=True)
+    report = check_text(case, rollout(loaded(case), drawn_by=eight_largest, taken=eight_largest), options=stated)
+    assert (report.exit_status, report.logprobs_verdict) == (0, "right"), "as it is stated"
+
+
+def test_a_sampled_text_without_log_probabilities_is_judged_by_its_sampler(llama: Path) -> None:
+    case = case_of(llama, on_llama(llama, LORA))
+    drawn = rollout(loaded(case), drawn_by=eight_largest)
+    texts = [Text(prompt=one.prompt, text=one.text) for one in drawn]
+    healthy = check_text(case, texts, options=TextOptions(sampling=Sampling(top_k=8)))
+    assert (healthy.exit_status, healthy.tokens_verdict) == (0, "sampled")
+    narrower = check_text(case, texts, options=TextOptions(sampling=Sampling(top_k=2)))
+    assert (narrower.exit_status, narrower.tokens_verdict) == (1, "impossible")
+    assert "is none of those that top-k 2 leaves" in "\n".join(narrower.lines())
+
+
+def test_draws_that_are_less_likely_than_draws_are(llama: Path) -> None:
+    """Of many tokens without log probabilities another model's are told by how likely they are."""
+    case = case_of(llama, on_llama(llama, LORA))
+    model = loaded(case)
+    generator = torch.Generator().manual_seed(3)
+    stated = TextOptions(sampling=Sampling())
+    found = {}
+    for name, logits_times in (("healthy", 1.0), ("unlikely", -1.0)):
+        texts = []
+        for prompt in PROMPTS:
+            ids = list[int]()
+            for _ in range(40):
+                with torch.no_grad():
+                    logits = model(torch.tensor([[*prompt, *ids]])).logits[0, -1].double() * logits_times
+                ids.append(int(torch.multinomial(without_end(logits).softmax(-1), 1, generator=generator)))
+            texts.append(Text(prompt=prompt, text=ids))
+        found[name] = check_text(case, texts, options=stated)
+    assert found["healthy"].exit_status == 0
+    assert found["healthy"].surprise is not None
+    assert abs(found["healthy"].surprise) < 4
+    assert found["unlikely"].exit_status == 1
+    assert "less likely than draws from this model" in "\n".join(found["unlikely"].lines())
 
 
 def test_what_a_mistake_writes_greedily_was_not_sampled(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a half type log probabilities may be within tolerance where a token is not."""
     case = case_of(llama, on_llama(llama, LORA))
     texts = rollout(loaded(case), drawn_by=lambda logits: logits)
-    monkeypatch.setattr(check, "_explained", lambda *_: [Cause.IGNORED])
+    monkeypatch.setattr(check, "_MOST_UNLIKELY", 1.0)
+
+    def by_base(asked: object, *, greedily: bool = False) -> Causes:
+        assert greedily
+        return Causes(about={Cause.IGNORED: ""}, fit=Fit.TOKENS)
+
+    monkeypatch.setattr(check, "causes_of", by_base)
     report = check_text(case, texts)
     assert (set(verdicts(report)), report.causes) == ({"impossible"}, ("adapter-ignored",))
     assert "the model could not have written 3 of 3 texts" in "\n".join(report.lines())
@@ -353,7 +427,7 @@ def test_the_command(llama: Path, tmp_path: Path, cli_here: Cli) -> None:
     )
     found = json.loads(done.stdout)
     assert (found["schema"], found["verdict"], found["causes"]) == (
-        "consistency.text/2", "inconsistent", ["adapter-ignored"],
+        "consistency.text/3", "inconsistent", ["adapter-ignored"],
     )  # fmt: skip
     assert done.stderr == ""
 
