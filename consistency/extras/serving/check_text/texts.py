@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,11 +97,15 @@ def encoded(text: Text, tokenizer: Any, name: str) -> Tokens:
             )
     if text.judged is not None and not any(text.judged):
         raise InputError("a text needs a token that the model wrote", where=name, got="judged is false of all")
+    logprobs = text.logprobs
+    if logprobs is not None and text.judged is not None:
+        pairs = zip(logprobs, text.judged, strict=True)
+        logprobs = [value if is_judged else math.nan for value, is_judged in pairs]
     return Tokens(
         prompt=prompt,
         ids=ids,
         is_exact=_are_ids(text.text) or ids_of_writer is not None,
-        logprobs=text.logprobs,
+        logprobs=logprobs,
         judged=text.judged,
     )
 

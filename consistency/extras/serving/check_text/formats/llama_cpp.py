@@ -1,8 +1,8 @@
 """What `/completion` of llama.cpp's server answers.
 
 Fields as in `tools/server/server-task.cpp` and `tools/server/README.md` of ggml-org/llama.cpp (master, read in 2026):
-`content`, `tokens` (by `return_tokens`), `completion_probabilities` (by `n_probs`), `generation_settings`, `prompt`, which
-has its special tokens. Up to the end of 2024 `completion_probabilities` were `content` and `probs` without ids.
+`content`, `tokens` (by `return_tokens`), `completion_probabilities` (by `n_probs`), `generation_settings`, `prompt`,
+which has its special tokens. Up to the end of 2024 `completion_probabilities` were `content` and `probs` without ids.
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ def _prompt(record: Record) -> tuple[str | list[Any], bool]:
     if isinstance(asked, list):
         return token_ids(asked, "prompt"), False
     if isinstance(record.get("prompt"), str):
-        return record["prompt"], True
+        # `stop_type` came when the prompt became what the server read; before, it was what was asked
+        return record["prompt"], "stop_type" in record
     if isinstance(asked, str):
         return asked, False
     raise InputError("the answer does not say what it was asked", wanted="prompt, or the request beside the answer")

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import msgspec
 
 from consistency.errors import InputError, first_line
-from consistency.extras.serving.check_text.formats.rollout_format import Record, RolloutFormat
+from consistency.extras.serving.check_text.formats.rollout_format import Record, RolloutFormat, token_ids
 from consistency.extras.serving.check_text.written import Text
 
 _OF_TOOLS = ("choices", "meta_info", "outputs", "content", "done")
@@ -24,6 +24,9 @@ def _texts(record: Record) -> Iterator[Text]:
     for key in ("logprobs", "trainer_logprobs"):
         if isinstance(record.get(key), list):
             fields[key] = [math.nan if value is None else value for value in record[key]]
+    for key in ("prompt", "text"):
+        if isinstance(record[key], list) and any(isinstance(token, int) for token in record[key]):
+            fields[key] = token_ids(record[key], key)
     fields.pop("pieces", None)  # bytes, which JSON has none of
     try:
         yield msgspec.convert(fields, Text)

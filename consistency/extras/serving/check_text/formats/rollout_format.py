@@ -37,6 +37,10 @@ class RolloutFormat:
     keeps_empty: bool = False
 
 
+_MOST_IDS = 1 << 31
+"""No vocabulary has as many tokens."""
+
+
 def token_ids(values: Any, key: str) -> list[int]:
     """Return a field of token ids.
 
@@ -48,7 +52,7 @@ def token_ids(values: Any, key: str) -> list[int]:
     if not isinstance(values, list):
         raise InputError(f"{key} is no list of token ids", got=_shown(values))
     for place, value in enumerate(values, 1):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < _MOST_IDS:
             raise InputError(f"{key} has what is no token id", got=f"{_shown(value)} at place {place}")
     return values
 
@@ -190,7 +194,8 @@ def sampling_of(settings: Any) -> Sampling | None:
     numbers = {}
     for name in ("temperature", "top_k", "top_p", "min_p"):
         value = settings.get(name)
-        if isinstance(value, int | float) and not isinstance(value, bool):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if is_number and math.isfinite(value):
             numbers[name] = value
     if not numbers:
         return None

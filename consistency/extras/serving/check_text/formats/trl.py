@@ -136,10 +136,11 @@ def _of_chosen(logprobs: Any, ids_of_places: Any, ids: list[int]) -> Any:
         values = of_place if isinstance(of_place, list) else [of_place]
         position = 0
         if isinstance(ids_of_places, list) and place < min(len(ids_of_places), len(ids)):
-            if ids[place] not in ids_of_places[place]:
+            of_place_ids = ids_of_places[place]
+            if not isinstance(of_place_ids, list) or ids[place] not in of_place_ids:
                 got = f"none of id {ids[place]} at place {place + 1}"
                 raise InputError("logprobs have not the token that was chosen", got=got)
-            position = ids_of_places[place].index(ids[place])
+            position = of_place_ids.index(ids[place])
         elif len(values) != 1:
             raise InputError("logprobs are of several tokens at each place", wanted="logprob_token_ids beside them")
         if position >= len(values):
@@ -148,13 +149,15 @@ def _of_chosen(logprobs: Any, ids_of_places: Any, ids: list[int]) -> Any:
     return chosen
 
 
-_CUT = "the completion is in words without special tokens, and of tools without what they were called with"
+_WITHOUT_SPECIAL_TOKENS = "TRL logs completions without their special tokens, which the model may have written"
 
 
 def _in_words(record: Record, step: str) -> Text:
     completion = record["completion"]
+    if not isinstance(record["prompt"], str | list):
+        raise InputError("the prompt is neither words nor messages", got=type(record["prompt"]).__name__)
     if isinstance(completion, str):
-        return Text(prompt=record["prompt"], text=completion, step=step)
+        return Text(prompt=record["prompt"], text=completion, step=step, doubt=_WITHOUT_SPECIAL_TOKENS)
     messages = completion if isinstance(completion, list) else []
     words = messages[0].get("content") if messages and isinstance(messages[0], dict) else None
     if len(messages) != 1 or not isinstance(words, str) or messages[0].get("tool_calls"):
@@ -163,7 +166,7 @@ def _in_words(record: Record, step: str) -> Text:
             got=f"{len(messages)} messages" if messages else type(completion).__name__,
             wanted="prompt_ids and completion_ids",
         )
-    return Text(prompt=record["prompt"], text=words, step=step, doubt=_CUT if "<" in words else "")
+    return Text(prompt=record["prompt"], text=words, step=step, doubt=_WITHOUT_SPECIAL_TOKENS)
 
 
 FORMAT = RolloutFormat(name="TRL", fits=_fits, texts=_texts)

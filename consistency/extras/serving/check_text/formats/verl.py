@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from consistency.errors import InputError
 from consistency.extras.serving.check_text.formats.rollout_format import (
     Record,
     RolloutFormat,
@@ -49,6 +50,11 @@ def _is_of_tensors(record: Record) -> bool:
 
 def _texts(record: Record) -> Iterator[Text]:
     if _is_of_tensors(record):
+        is_batch = isinstance(record["prompts"], list) and any(isinstance(prompt, list) for prompt in record["prompts"])
+        if is_batch and record.get("attention_mask") is None:
+            raise InputError(
+                "a batch does not say what is padding", wanted="attention_mask beside prompts and responses"
+            )
         for sample in rows_of(record, _OF_SAMPLES, "responses"):
             yield _of_tensors(sample)
     elif _is_of_agent(record):

@@ -64,6 +64,12 @@ def _unflattened(flat: Mapping[str, Any]) -> list[dict[str, Any]]:
             raise InputError("logprobs are neither a list nor FlatLogprobs", got=", ".join(map(str, flat)))
         columns.append(column)
     starts, ends, ids, values = columns
+    if (
+        len(starts) != len(ends)
+        or len(ids) != len(values)
+        or not all(isinstance(place, int) for place in starts + ends)
+    ):
+        raise InputError("FlatLogprobs has columns of other lengths", got=", ".join(str(len(one)) for one in columns))
     of_places = []
     for start, end in zip(starts, ends, strict=True):
         of_places.append(dict(zip(map(str, ids[start:end]), values[start:end], strict=True)))
