@@ -38,19 +38,27 @@ def _ids_by_bytes(tokenizer: Any) -> dict[bytes, list[int]]:
     byte_of_letter = _bytes_of_letters() if _is_of_byte_letters(tokenizer) else {}
     added = set(tokenizer.get_added_vocab())
     ids_by_bytes: dict[bytes, list[int]] = {}
+    bytes_alone: dict[bytes, list[int]] = {}
     for token, token_id in tokenizer.get_vocab().items():
-        content = token.encode() if token in added else _bytes_of(token, byte_of_letter)
-        ids_by_bytes.setdefault(content, []).append(token_id)
-    return ids_by_bytes
+        if token in added:
+            ids_by_bytes.setdefault(token.encode(), []).append(token_id)
+        elif _is_byte(token):
+            bytes_alone[bytes([int(token[3:5], 16)])] = [token_id]
+        else:
+            ids_by_bytes.setdefault(_bytes_of(token, byte_of_letter), []).append(token_id)
+    # a letter is written as a byte only where no other token is it
+    return {**bytes_alone, **ids_by_bytes}
+
+
+def _is_byte(token: str) -> bool:
+    """Report whether a token is SentencePiece's way to write a byte, such as `<0x0A>`."""
+    return len(token) == len("<0x0A>") and token.startswith("<0x") and token.endswith(">")
 
 
 def _bytes_of(token: str, byte_of_letter: dict[str, int]) -> bytes:
     """Return what a token of the vocabulary stands for."""
     if byte_of_letter and all(letter in byte_of_letter for letter in token):
         return bytes(byte_of_letter[letter] for letter in token)
-    is_byte = len(token) == len("<0x0A>") and token.startswith("<0x") and token.endswith(">")
-    if is_byte:  # SentencePiece's way to write a byte
-        return bytes([int(token[3:5], 16)])
     return token.replace("\N{LOWER ONE EIGHTH BLOCK}", " ").encode()  # SentencePiece's letter for a space
 
 

@@ -191,11 +191,10 @@ def sampling_of(settings: Any) -> Sampling | None:
     """Return how tokens were drawn, of settings by the names that engines give them; None where none is there."""
     if not isinstance(settings, Mapping):
         return None
-    numbers = {}
+    numbers: dict[str, float] = {}
     for name in ("temperature", "top_k", "top_p", "min_p"):
         value = settings.get(name)
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if is_number and math.isfinite(value):
+        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
             numbers[name] = value
     if not numbers:
         return None
