@@ -227,4 +227,4 @@ def _prompt(record: Record, request: Record, choice: Record, place: int) -> tupl
     )
 
 
-FORMAT = RolloutFormat(name="OpenAI's API (vLLM, SGLang, llama.cpp, Ollama)", fits=_fits, texts=_texts)
+FORMAT = RolloutFormat(name="OpenAI's API", fits=_fits, texts=_texts)

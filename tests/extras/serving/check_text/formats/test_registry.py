@@ -17,6 +17,7 @@ from consistency.extras.serving.check_text.files import read_records
 from consistency.extras.serving.check_text.formats.registry import all_formats, texts_of
 from consistency.extras.serving.check_text.sampling import Sampling
 from consistency.extras.serving.check_text.texts import Text, read_texts
+from tests.launch.warm import ROOT
 
 SAMPLES = Path(__file__).parent.parent / "samples"
 FILES = sorted(path.name for path in SAMPLES.glob("*.json*"))
@@ -266,6 +267,12 @@ def test_the_simplest_form_is_told(tmp_path: Path) -> None:
     ]  # fmt: skip
     assert '{"prompt": "…", "text": "…", "logprobs": […]}' in str(caught.value)
     assert "vLLM" in str(caught.value)
+
+
+def test_the_page_names_every_tool() -> None:
+    page = (ROOT / "docs/rollout-formats.md").read_text(encoding="utf-8")
+    assert len(all_formats()) >= 10
+    assert [one.name for one in all_formats() if not one.keeps_empty and one.name not in page] == []
 
 
 def places(value: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
