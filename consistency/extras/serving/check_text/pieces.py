@@ -7,6 +7,9 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}".encode()
+"""What engines write for a token that is a part of a letter, where they give words and no bytes."""
+
 
 def ids_of_pieces(pieces: Sequence[bytes], tokenizer: Any, guess: Sequence[int]) -> list[int] | None:
     """Return the id of each piece, or None if one is unknown or could be of several tokens.
@@ -14,21 +17,24 @@ def ids_of_pieces(pieces: Sequence[bytes], tokenizer: Any, guess: Sequence[int])
     Parameters
     ----------
     guess : sequence of int
-        Tokens that the tokenizer divides the text into: they decide between tokens of the same words.
+        Tokens that the tokenizer divides the text into: they decide between tokens of the same words, and which part of
+        a letter a token is.
     """
     ids_by_bytes = _ids_by_bytes(tokenizer)
-    is_guess_alike = len(guess) == len(pieces)
+    # a tokenizer's end token may have been taken off the guess
+    is_guess_alike = 0 <= len(pieces) - len(guess) <= 1
     ids = []
     for place, piece in enumerate(pieces):
+        own = ids_by_bytes.get(piece, [])
         # decoding a first token by itself may have taken its space away
-        candidates = {*ids_by_bytes.get(piece, ()), *ids_by_bytes.get(b" " + piece, ())}
-        if is_guess_alike and guess[place] in candidates:
+        candidates = [*own, *ids_by_bytes.get(b" " + piece, [])]
+        is_part_of_letter = REPLACEMENT in piece
+        if is_guess_alike and place < len(guess) and (is_part_of_letter or guess[place] in candidates):
             ids.append(guess[place])
-            continue
-        candidates = set(ids_by_bytes.get(piece, ()))
-        if len(candidates) != 1:
+        elif len(own) == 1 and not is_part_of_letter:
+            ids.append(own[0])
+        else:
             return None
-        ids += candidates
     return ids
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from consistency.errors import InputError, first_line
 from consistency.extras.serving.check_text.files import read_records
 from consistency.extras.serving.check_text.formats.registry import texts_of
-from consistency.extras.serving.check_text.pieces import ids_of_pieces
+from consistency.extras.serving.check_text.pieces import REPLACEMENT, ids_of_pieces
 from consistency.extras.serving.check_text.written import Text
 
 __all__ = ["Text", "Tokens", "encoded", "other_tokens", "read_texts"]
@@ -81,6 +81,13 @@ def encoded(text: Text, tokenizer: Any, name: str) -> Tokens:
         raise InputError("its tokenizer does not take it", where=name, got=first_line(error)) from error
     if ids_of_writer is not None:
         ids = ids_of_writer
+    elif text.pieces is not None and any(REPLACEMENT in piece for piece in text.pieces):
+        raise InputError(
+            "the words of a token are lost: it is a part of a letter",
+            where=name,
+            got=f"{REPLACEMENT.decode()} in its place",
+            wanted="text as token ids, or the bytes of each token",
+        )
     if not prompt or not ids:
         raise InputError("a text needs a token, and one before it", where=name, got=f"{len(prompt)} and {len(ids)}")
     for what, values in (

@@ -13,7 +13,8 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from consistency.case.builtin import builtin_folder
 from consistency.errors import InputError
-from consistency.extras.serving.check_text.pieces import ids_of_pieces
+from consistency.extras.serving.check_text.formats.registry import texts_of
+from consistency.extras.serving.check_text.pieces import REPLACEMENT, ids_of_pieces
 from consistency.extras.serving.check_text.texts import Text, encoded, other_tokens
 
 
@@ -49,6 +50,24 @@ def test_the_words_of_each_token_give_the_writers_ids(of_bytes: Any) -> None:
     assert ids_of_pieces([b"no such token"], of_bytes, ids) is None
     text = Text(prompt="In", text=words, pieces=[words.encode()])
     assert not encoded(text, of_bytes, "text 1").is_exact
+
+
+def test_parts_of_letters_are_told_by_the_whole_words_or_refused(of_bytes: Any) -> None:
+    words = "né é"
+    ids = of_bytes(words)["input_ids"]
+    pieces = [of_bytes.decode([one]).encode() for one in ids]
+    assert sum(REPLACEMENT in piece for piece in pieces) >= 2
+    end = of_bytes.eos_token
+    choice = {
+        "message": {"role": "assistant", "content": words},
+        "logprobs": {"content": [{"token": piece.decode(), "logprob": -0.5} for piece in [*pieces, end.encode()]]},
+    }
+    (text,) = texts_of({"object": "chat.completion", "choices": [choice], "prompt": "In"}, "line 1")
+    tokens = encoded(text, of_bytes, "text 1")
+    assert (tokens.ids, tokens.is_exact) == ([*ids, of_bytes.eos_token_id], True)
+    lost = Text(prompt="In", text=b"".join(pieces).decode(), pieces=[*pieces, b" you"])
+    with pytest.raises(InputError, match="the words of a token are lost"):
+        encoded(lost, of_bytes, "text 1")
 
 
 def bytes_of(tokenizer: Any, token: int) -> bytes:

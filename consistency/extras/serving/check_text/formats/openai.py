@@ -27,6 +27,7 @@ from consistency.extras.serving.check_text.formats.rollout_format import (
     sampling_of,
     token_ids,
 )
+from consistency.extras.serving.check_text.pieces import REPLACEMENT
 from consistency.extras.serving.check_text.written import Text
 
 _ID = "token_id:"
@@ -128,11 +129,26 @@ def written_words(tokens: list[WrittenToken], words: Any, choice: Record) -> dic
             "the prompt stands before the text", wanted="the answer without echo, or with return_token_ids"
         )
     pieces = [token.piece for token in tokens]
+    text = b"".join(pieces)
     return {
-        "text": b"".join(pieces).decode(errors="replace"),
+        "text": _whole_words(choice, pieces) if REPLACEMENT in text else text.decode(errors="replace"),
         "pieces": pieces,
         "logprobs": log_probabilities(values, len(pieces), "logprobs"),
     }
+
+
+def _whole_words(choice: Record, pieces: list[bytes]) -> str:
+    """Return the words of a text whose tokens are parts of letters: as the answer has them, and the end token."""
+    message = choice.get("message")
+    source = message if isinstance(message, dict) else choice
+    last = pieces[-1].decode(errors="replace")
+    for key in ("text", "content", "response"):
+        words = source.get(key)
+        if not isinstance(words, str):
+            continue
+        has_end = words.endswith(last) or REPLACEMENT in pieces[-1]
+        return words if has_end else words + last
+    return b"".join(pieces).decode(errors="replace")
 
 
 def _listed(logprobs: Any) -> list[WrittenToken]:
