@@ -14,7 +14,11 @@ PLUGIN = Plugin(
     options=("engine_outputs",),
     stages=(f"{_GENERATION}.spec:SPEC",),
     faults=(f"{_GENERATION}.faults:ROWS",),
-    kinds=("consistency.extras.serving.causes:Cause", "consistency.extras.serving.kinds:KINDS"),
+    kinds=(
+        "consistency.extras.serving.causes:Cause",
+        f"{_CHECK_TEXT}.causes:TextCause",
+        "consistency.extras.serving.kinds:KINDS",
+    ),
     finders=(f"{_GENERATION}.findings:UNDECIDED_TEXTS", f"{_ENGINE_OUTPUTS}.findings:ENGINES"),
     sections=(f"{_GENERATION}.page:SECTION",),
     case_checks=("consistency.extras.serving.inference.checks:check_engine_files",),
@@ -29,6 +33,9 @@ PLUGIN = Plugin(
     api={
         "Text": f"{_CHECK_TEXT}.texts",
         "TextReport": f"{_CHECK_TEXT}.report",
+        "TextOptions": f"{_CHECK_TEXT}.check",
+        "Sampling": f"{_CHECK_TEXT}.sampling",
         "check_text": f"{_CHECK_TEXT}.check",
+        "check_rollouts": f"{_CHECK_TEXT}.check",
     },
 )

@@ -267,7 +267,9 @@ class _Judging:
         for number in self.sample:
             self._judge_exactly(number)
         self.screen = Screen.of([self.exact[number] for number in self.sample])
-        has_logprobs = any(tokens.judged_logprobs is not None for tokens in self.tokens)
+        has_logprobs = any(
+            tokens.judged_logprobs is not None or tokens.judged_trainer_logprobs is not None for tokens in self.tokens
+        )
         rest = [number for number in range(count) if number not in self.exact]
         # the figures of all log probabilities are of passes in the dtype
         for number in range(count) if has_logprobs or self.run.others else rest:
@@ -286,7 +288,9 @@ class _Judging:
 
     def sampling(self, number: int) -> Sampling | None:
         """Return how the tokens of a text were drawn, as it says itself, or the user."""
-        return self.texts[number].sampling or self.run.options.sampling
+        sampling = self.texts[number].sampling or self.run.options.sampling
+        is_greedy = sampling is not None and sampling.temperature == 0
+        return None if is_greedy else sampling
 
     def _judge_exactly(self, number: int) -> None:
         judged = JudgedText.of(
@@ -330,7 +334,20 @@ class _Judging:
         is_judged_exactly = number in self.exact and not self._is_of_another(number)
         result = self._exact_result(number) if is_judged_exactly else self._screened_result(number)
         text = self.texts[number]
-        return msgspec.structs.replace(result, name=text.name, adapter=self.writers.get(number, ""))
+        return msgspec.structs.replace(
+            result,
+            name=text.name,
+            step=text.step,
+            doubt=text.doubt,
+            adapter=self.writers.get(number, ""),
+            trainer_logprobs=self._trainer_ratio(number, is_judged_exactly=is_judged_exactly),
+        )
+
+    def _trainer_ratio(self, number: int, *, is_judged_exactly: bool) -> float | None:
+        """Return the largest error of the trainer's log probabilities over what rounding may do; None without any."""
+        if is_judged_exactly:
+            return self.exact[number].trainer_ratio
+        return self.screen.trainer_ratio(self.plain[number])
 
     def _exact_result(self, number: int) -> TextResult:
         text, sampling = self.exact[number], self.sampling(number)
@@ -351,11 +368,11 @@ class _Judging:
             is_stated=sampling is not None,
             is_outside=bool(outside),
         )
-        reason = ""
+        reason = outside if verdict == "impossible" else ""
         if verdict == "undecided":
             reason = _UNDECIDED
-        elif verdict == "impossible":
-            reason = outside
+        elif verdict == "impossible" and self.texts[number].doubt:
+            verdict, reason = "undecided", self.texts[number].doubt
         return TextResult(
             tokens=len(text.chosen),
             largest=int(is_largest.sum()),
@@ -382,6 +399,8 @@ class _Judging:
         if not ratio <= _FAR_OUTSIDE:
             is_stated = self.sampling(number) is not None
             verdict = "impossible" if ratios is None and not is_stated else verdict
+            if verdict == "impossible" and self.texts[number].doubt:
+                verdict, reason = "undecided", self.texts[number].doubt
         elif not ratio <= limit and not (ratios is None and self.sampling(number) is not None):
             verdict, reason = "undecided", _TOO_MANY
         return TextResult(
@@ -469,7 +488,12 @@ class _Judging:
         differences = [self.plain[number].differences for number in sorted(self.plain)]
         with_logprobs = [of_text for of_text in differences if of_text is not None]
         sample = [self.exact[number] for number in self.sample]
-        report = msgspec.structs.replace(report, summary=summarize(with_logprobs, sample))
+        of_trainer = [self.plain[number].trainer_differences for number in sorted(self.plain)]
+        report = msgspec.structs.replace(
+            report,
+            summary=summarize(with_logprobs, sample),
+            trainer=summarize([of_text for of_text in of_trainer if of_text is not None], sample),
+        )
         if report.summary is None or not report.summary.is_beyond:
             return report
         if any(result.has_other_logprobs for result in report.texts):

@@ -1,4 +1,4 @@
-"""`consistency check-text`: whether a model could have written a text."""
+"""`consistency check-text`: whether a model could have written texts, and whether log probabilities are the model's."""
 
 from __future__ import annotations
 
@@ -10,10 +10,16 @@ from pathlib import Path
 from consistency.case.options import OPTIONS, Edge, add_options
 from consistency.cli.output import add_quiet_option, print_json
 from consistency.cli.parser import BAD_USE
+from consistency.errors import UsageError, did_you_mean
+from consistency.extras.serving.check_text.sampling import Sampling
 from consistency.text import one_line
 
 EXAMPLES = (
     ("what an engine wrote", "consistency check-text texts.jsonl --base ./llama --adapter ./my-lora --dtype bfloat16"),
+    (
+        "rollouts, and which checkpoint wrote each",
+        "consistency check-text rollouts.jsonl --base ./llama --adapter step80=./step-80 --adapter step100=./step-100",
+    ),
 )
 
 _TAKES = ("base", "adapter", "name", "dtype", "allow_pickle", "trust_remote_code")
@@ -28,27 +34,83 @@ STATUSES = {
 
 def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     """Add the command."""
-    text = "check whether a model with its adapter could have written a text, by any engine, greedily"
+    text = "check whether a model with its adapter could have written texts, and whether log probabilities are its own"
     parser = command("check-text", _check_text, text, EXAMPLES, statuses=STATUSES)
     parser.add_argument(
         "texts",
         type=Path,
         metavar="TEXTS.jsonl",
-        help="a text per line: prompt (text, token ids, or messages), text (or token ids), and logprobs where known",
+        help="a text per line: prompt (text, token ids, or messages), text (or token ids), and logprobs where known; "
+        "or what vLLM, SGLang, TRL, verl, prime-rl, slime or llama.cpp write",
     )
     add_options(parser.add_argument, Edge.COMMAND_LINE, only=_TAKES, one_case=True)
+    parser.add_argument(
+        "--sampling",
+        metavar="SETTINGS",
+        help="how tokens were drawn, where the file does not say it: temperature=0.7,top_k=20,top_p=0.9,min_p=0.05; "
+        "1 for draws without any of these (default: greedily, where a text has no log probabilities)",
+    )
+    parser.add_argument(
+        "--logprobs",
+        choices=("raw", "processed"),
+        default="raw",
+        help="raw: the model's own (default); processed: taken after what --sampling or the file says",
+    )
     add_quiet_option(parser)
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
+
+
+def sampling_of(settings: str) -> Sampling:
+    """Return the sampler of `temperature=0.7,top_p=0.9`; `1` is one that changes nothing.
+
+    Raises
+    ------
+    UsageError
+        A setting is not known, or its value is none that a sampler can have.
+    """
+    if settings.strip() == "1":
+        return Sampling()
+    values: dict[str, float] = {}
+    for setting in settings.split(","):
+        name, _, value = (part.strip() for part in setting.partition("="))
+        if name not in _SETTINGS:
+            raise UsageError(
+                "not a setting of a sampler",
+                where="--sampling",
+                got=name,
+                wanted=", ".join(_SETTINGS),
+                hint=did_you_mean(name, _SETTINGS),
+            )
+        least, most = _SETTINGS[name]
+        try:
+            number = float(value)
+        except ValueError:
+            number = float("nan")
+        if not least <= number <= most:
+            raise UsageError(
+                f"{name} has no such value",
+                where="--sampling",
+                got=value,
+                wanted=f"a number from {least:g} to {most:g}",
+            )
+        values[name] = number
+    top_k = int(values.pop("top_k", 0))
+    return Sampling(top_k=top_k, **values)
+
+
+_SETTINGS = {"temperature": (0.0, 100.0), "top_k": (0.0, 1e9), "top_p": (0.0, 1.0), "min_p": (0.0, 1.0)}
+"""The settings of a sampler, each with its least and its largest value."""
 
 
 def _check_text(parsed: argparse.Namespace) -> int:
     from consistency.case.preflight import prepare_case
     from consistency.case.reading import gather_options
 
+    sampling = None if parsed.sampling is None else sampling_of(parsed.sampling)
     options = {option.name: getattr(parsed, option.name, None) for option in OPTIONS}
     case = prepare_case(gather_options(None, options, Edge.COMMAND_LINE))
     # torch, which no wrong option should wait for
-    from consistency.extras.serving.check_text.check import check_text
+    from consistency.extras.serving.check_text.check import TextOptions, check_text
     from consistency.extras.serving.check_text.texts import read_texts
 
     texts = read_texts(parsed.texts)
@@ -57,11 +119,13 @@ def _check_text(parsed: argparse.Namespace) -> int:
         if not parsed.quiet:
             print(one_line(name), file=sys.stderr)
 
-    report = check_text(case, texts, step=step)
+    how = TextOptions(sampling=sampling, processed=parsed.logprobs == "processed")
+    report = check_text(case, texts, options=how, step=step)
     if parsed.json:
         print_json(report.to_builtins())
     else:
         print(f"consistency check-text · {one_line(case.name)} · {report.dtype} · {one_line(str(parsed.texts))}\n")
         for line in report.lines():
-            print(f"  {one_line(line)}")
+            indent = len(line) - len(line.lstrip(" "))
+            print(f"  {' ' * indent}{one_line(line)}")
     return report.exit_status

@@ -180,8 +180,12 @@ class JudgedText:
 
     @property
     def allowed_logprobs(self) -> torch.Tensor:
-        """Largest error of a log probability that rounding explains, `(tokens,)`."""
-        return self.logprob_spread.allowed(self.exact.logprobs[:, None], torch.float32)[:, 0]
+        """Largest error of a log probability that rounding explains, with that of its digits, `(tokens,)`."""
+        return self._allowed_of(self.exact.logprobs)
+
+    def _allowed_of(self, logprobs: torch.Tensor) -> torch.Tensor:
+        by_passes = self.logprob_spread.allowed(logprobs[:, None], torch.float32)[:, 0]
+        return by_passes + self.tokens.logprob_rounding
 
     @property
     def first_impossible(self) -> int | None:
@@ -204,6 +208,14 @@ class JudgedText:
         if wanted is None:
             return None
         return _ratios(wanted, self.exact.logprobs, self.allowed_logprobs)
+
+    @property
+    def trainer_ratio(self) -> float | None:
+        """The largest error of the trainer's log probabilities over what rounding may do; None where it has none."""
+        wanted = self.tokens.judged_trainer_logprobs
+        if wanted is None:
+            return None
+        return float(_ratios(wanted, self.exact.logprobs, self.allowed_logprobs).max())
 
     def token_gap(self, number: int, tokenizer: Any) -> TokenGap:
         """Return the token of a number beside the one with the largest logit, in words where there is a tokenizer."""
@@ -250,8 +262,7 @@ class JudgedText:
         wanted = self.tokens.judged_logprobs
         if wanted is None:
             return torch.ones_like(figures.gaps, dtype=torch.bool)
-        allowed = self.logprob_spread.allowed(figures.logprobs[:, None], torch.float32)[:, 0]
-        return _ratios(wanted, figures.logprobs, allowed) <= 1
+        return _ratios(wanted, figures.logprobs, self._allowed_of(figures.logprobs)) <= 1
 
     def logits(self) -> Logits:
         """Return the exact logits; they are computed again where they are not kept."""
@@ -270,7 +281,7 @@ class JudgedText:
         del logits
         read = functools.partial(processing.logprobs, chosen=self.chosen, kept=kept)
         noisy = _noisy_figures(self.passes.model, self.tokens, self.passes.inputs, read, len(self.noisy_logprobs), step)
-        allowed = _spread(noisy, exact).allowed(exact, torch.float32)[:, 0]
+        allowed = _spread(noisy, exact).allowed(exact, torch.float32)[:, 0] + self.tokens.logprob_rounding
         return float(_ratios(wanted, exact[:, 0], allowed).max())
 
 

@@ -107,6 +107,10 @@ class TextResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         Judged by one pass in the dtype alone, which is near enough: its counts are of that pass.
     adapter : str
         Name of the adapter that wrote it, where several were given and one of them is told.
+    step : str
+        Training step, or version of the weights, that the file names for it.
+    trainer_logprobs : float or None
+        As `logprobs`, of the trainer's log probabilities where the file has these too.
     doubt : str
         Why the text may have other tokens than were written.
     reason : str
@@ -125,6 +129,8 @@ class TextResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     past_end: int = 0
     in_dtype: bool = False
     adapter: str = ""
+    step: str = ""
+    trainer_logprobs: float | None = None
     doubt: str = ""
     reason: str = ""
 
@@ -132,6 +138,11 @@ class TextResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     def has_other_logprobs(self) -> bool:
         """Report whether log probabilities came with the text that are not the model's."""
         return self.logprobs is not None and not self.logprobs <= 1  # of NaN, yes
+
+    @property
+    def has_other_trainer_logprobs(self) -> bool:
+        """Report whether the trainer's log probabilities came with the text, and are not the model's."""
+        return self.trainer_logprobs is not None and not self.trainer_logprobs <= 1
 
     @property
     def is_unexplained(self) -> bool:
@@ -176,6 +187,8 @@ class TextReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         In the order of the file.
     summary : LogprobSummary or None
         The log probabilities of all texts beside those of two healthy passes; None where none came with a text.
+    trainer : LogprobSummary or None
+        The same of the trainer's log probabilities, where the file has these too.
     causes : tuple of str
         Kinds of mistakes, each of which would have written every impossible text.
     logprob_causes : tuple of str
@@ -197,6 +210,7 @@ class TextReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     dtype: str
     texts: tuple[TextResult, ...]
     summary: LogprobSummary | None = None
+    trainer: LogprobSummary | None = None
     causes: tuple[str, ...] = ()
     logprob_causes: tuple[str, ...] = ()
     about: dict[str, str] = {}
@@ -214,7 +228,8 @@ class TextReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         Log probabilities that are not the model's are inconsistent, though it could have written the tokens: who trains
         on them is misled.
         """
-        if self.tokens_verdict == "impossible" or self.logprobs_verdict in ("explained", "wrong"):
+        wrong = ("explained", "wrong")
+        if self.tokens_verdict == "impossible" or self.logprobs_verdict in wrong or self.trainer_verdict in wrong:
             return "inconsistent"
         return "incomplete" if self.tokens_verdict == "undecided" else "consistent"
 
@@ -245,6 +260,16 @@ class TextReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return "explained" if is_explained else "wrong"
 
     @property
+    def trainer_verdict(self) -> LogprobVerdict | None:
+        """Return the verdict on the trainer's log probabilities; None where the file has none."""
+        judged = [result for result in self.texts if result.trainer_logprobs is not None]
+        judged = [result for result in judged if result.verdict != "undecided"]
+        if not judged:
+            return None
+        is_beyond = self.trainer is not None and self.trainer.is_beyond
+        return "wrong" if is_beyond or any(result.has_other_trainer_logprobs for result in judged) else "right"
+
+    @property
     def exit_status(self) -> int:
         """Return 0, 1 or 3."""
         return {"consistent": 0, "inconsistent": 1, "incomplete": 3}[self.verdict]
@@ -252,7 +277,11 @@ class TextReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     def to_builtins(self) -> dict[str, Any]:
         """Return the report as JSON has it, with the verdicts."""
         fields: dict[str, Any] = msgspec.to_builtins(self)
-        verdicts = {"tokens_verdict": self.tokens_verdict, "logprobs_verdict": self.logprobs_verdict}
+        verdicts = {
+            "tokens_verdict": self.tokens_verdict,
+            "logprobs_verdict": self.logprobs_verdict,
+            "trainer_verdict": self.trainer_verdict,
+        }
         return {"schema": self.schema, "verdict": self.verdict, **verdicts, **fields}
 
     # ---- in words
@@ -266,6 +295,17 @@ class TextReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             yield f"log probabilities: {statement}"
         if self.summary is not None:
             yield from self.summary.lines(self.dtype)
+        if self.trainer_verdict is not None:
+            others = sum(result.has_other_trainer_logprobs for result in self.texts)
+            count = sum(result.trainer_logprobs is not None for result in self.texts)
+            statement = f"the model's, in {counted(count, 'text')}"
+            if self.trainer_verdict == "wrong":
+                statement = f"those of {others} of {counted(count, 'text')} are not the model's"
+                if not others:
+                    statement = "off as a whole by more than rounding explains"
+            yield f"the trainer's log probabilities: {statement}"
+            if self.trainer is not None:
+                yield f"  the trainer's: {self.trainer.found.words()}"
         yield from self._lines_on_texts()
         yield from self._lines_on_causes()
         for told in self.told:
@@ -343,7 +383,7 @@ class TextReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             yield f"its log probabilities are not the model's: {result.worst_logprob.sentence()}"
         if result.past_end:
             yield f"goes on where the model would have ended it, at {counted(result.past_end, 'token')}"
-        if result.doubt and result.is_unexplained:
+        if result.doubt and result.is_unexplained and result.doubt != result.reason:
             yield result.doubt
 
     def _lines_on_causes(self) -> Iterator[str]:
@@ -383,7 +423,7 @@ _RAW = (
 )
 _UNEXPLAINED = (
     "if earlier checkpoints may have written these texts, name them by --adapter NAME=PATH, several; if the writer "
-    "computes in another way, say so by --engine, --kv-dtype or --dtype"
+    "computes in another dtype, say so by --dtype"
 )
 
 

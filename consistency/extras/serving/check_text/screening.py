@@ -52,6 +52,14 @@ class PlainText:
             return None
         return wanted - self.figures.logprobs
 
+    @property
+    def trainer_differences(self) -> torch.Tensor | None:
+        """The trainer's log probabilities minus those of the pass, `(tokens,)`; None where the text has none."""
+        wanted = self.tokens.judged_trainer_logprobs
+        if wanted is None:
+            return None
+        return wanted - self.figures.logprobs
+
 
 def plain_logits(model: Any, tokens: Tokens, change: AbstractContextManager[Any] | None = None) -> Logits:
     """Return the logits of a text in one pass of the model in its own dtype, with a change of the model if given."""
@@ -126,8 +134,18 @@ class Screen:
         differences = plain.differences
         if differences is None:
             return None
-        allowed = 2 * self.logprob * plain.figures.weights + _TINY
+        return self._ratios_of_differences(differences, plain)
+
+    def _ratios_of_differences(self, differences: torch.Tensor, plain: PlainText) -> torch.Tensor:
+        allowed = 2 * self.logprob * plain.figures.weights + plain.tokens.logprob_rounding + _TINY
         return differences.abs().nan_to_num(0.0, torch.inf, torch.inf) / allowed
+
+    def trainer_ratio(self, plain: PlainText) -> float | None:
+        """Return the largest ratio of the trainer's log probabilities; None where the text has none."""
+        differences = plain.trainer_differences
+        if differences is None:
+            return None
+        return float(self._ratios_of_differences(differences, plain).max())
 
     def ratio(self, plain: PlainText) -> float:
         """Return the largest ratio of a text: over 1 it has to be judged in float64.
@@ -137,7 +155,7 @@ class Screen:
         ratios = self.logprob_ratios(plain)
         if ratios is None:
             ratios = self.gap_ratios(plain)
-        return float(ratios.max())
+        return max(float(ratios.max()), self.trainer_ratio(plain) or 0.0)
 
 
 _TINY = 1e-12

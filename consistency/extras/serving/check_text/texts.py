@@ -2,38 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 
 from consistency.errors import InputError, first_line
-from consistency.extras.serving.check_text.sampling import Sampling
+from consistency.extras.serving.check_text.files import read_records
+from consistency.extras.serving.check_text.formats.registry import texts_of
+from consistency.extras.serving.check_text.pieces import REPLACEMENT, ids_of_pieces
+from consistency.extras.serving.check_text.written import Text
 
-
-class Text(msgspec.Struct, frozen=True, kw_only=True):
-    """A line of a JSONL file.
-
-    Attributes
-    ----------
-    prompt : str, list of int, or list of dict
-        Text, token ids, or messages for the tokenizer's chat template.
-    text : str or list of int
-        What was written after it: always the most likely token, or sampled, which only log probabilities can tell.
-    logprobs : list of float, or None
-        The natural log probability of each token of `text`; the model's own are of all tokens without temperature.
-    """
-
-    prompt: str | list[Any]
-    text: str | list[int]
-    logprobs: list[float] | None = None
-    name: str = ""
-    sampling: Sampling | None = None
-    judged: list[bool] | None = None
-    doubt: str = ""
+__all__ = ["Text", "Tokens", "encoded", "other_tokens", "read_texts"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +27,14 @@ class Tokens:
     ----------
     is_exact : bool
         Whether these are the writer's own ids. Else a tokenizer has divided the text, maybe otherwise than the writer.
+    logprobs : list of float, or None
+        One for each of `ids`, NaN where none was given or the token is not judged.
+    judged : list of bool, or None
+        Whether the model wrote each of `ids`; None: it wrote all.
+    logprob_rounding : float
+        Largest error of each log probability that comes from how many digits the file has.
+    trainer_logprobs : list of float, or None
+        The same as `logprobs`, as the trainer computed them.
     """
 
     prompt: list[int]
@@ -51,6 +42,8 @@ class Tokens:
     is_exact: bool
     logprobs: list[float] | None = None
     judged: list[bool] | None = None
+    logprob_rounding: float = 0.0
+    trainer_logprobs: list[float] | None = None
 
     @property
     def judged_places(self) -> list[int]:
@@ -62,32 +55,35 @@ class Tokens:
     @property
     def judged_logprobs(self) -> torch.Tensor | None:
         """Log probabilities of the tokens that are judged, `(tokens,)` float64; None where the text has none."""
-        if self.logprobs is None:
+        return self._judged(self.logprobs)
+
+    @property
+    def judged_trainer_logprobs(self) -> torch.Tensor | None:
+        """The trainer's log probabilities of the tokens that are judged, `(tokens,)` float64; None for none."""
+        return self._judged(self.trainer_logprobs)
+
+    def _judged(self, logprobs: list[float] | None) -> torch.Tensor | None:
+        if logprobs is None:
             return None
-        values = torch.tensor([self.logprobs[place] for place in self.judged_places], dtype=torch.float64)
+        values = torch.tensor([logprobs[place] for place in self.judged_places], dtype=torch.float64)
         return None if bool(values.isnan().all()) else values
 
 
 def read_texts(path: Path) -> list[Text]:
-    """Read a JSONL file with a text in each line; empty lines are left out.
+    """Read the texts of a file that an engine, a trainer or a user wrote; samples without a token are left out.
 
     Raises
     ------
     InputError
-        The file cannot be read or has no text, or a line is not one.
+        The file cannot be read or has no text, or a record is not one: it says which.
     """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError("the texts cannot be read", where=path, got=first_line(error)) from error
-    texts = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
+    texts: list[Text] = []
+    for place, record in read_records(path):
         try:
-            texts.append(msgspec.json.decode(line, type=Text))
-        except msgspec.DecodeError as error:
-            raise InputError(f"line {number} is no text", where=path, got=first_line(error), wanted=_FORM) from error
+            texts += texts_of(record, place)
+        except InputError as error:
+            error.where = str(path)
+            raise
     if not texts:
         raise InputError("the file has no text", where=path, wanted=_FORM)
     return texts
@@ -102,26 +98,56 @@ def encoded(text: Text, tokenizer: Any, name: str) -> Tokens:
     Raises
     ------
     InputError
-        It has no token, needs a tokenizer that is not there, or has another number of log probabilities than tokens.
+        It has no token, needs a tokenizer that is not there, or has another number of log probabilities, or of marks
+        of what is judged, than tokens.
     """
     if tokenizer is None and not (_are_ids(text.prompt) and _are_ids(text.text)):
         raise InputError("the base has no tokenizer", where=name, wanted="prompt and text as token ids")
     try:
         prompt, ids = _prompt_and_text_ids(text, tokenizer)
+        ids_of_writer = None if text.pieces is None else ids_of_pieces(text.pieces, tokenizer, ids)
     except InputError:
         raise
     except Exception as error:  # the code and the files of any kind of tokenizer, and a chat template's
         raise InputError("its tokenizer does not take it", where=name, got=first_line(error)) from error
+    if ids_of_writer is not None:
+        ids = ids_of_writer
+    elif text.pieces is not None and any(REPLACEMENT in piece for piece in text.pieces):
+        raise InputError(
+            "the words of a token are lost: it is a part of a letter",
+            where=name,
+            got=f"{REPLACEMENT.decode()} in its place",
+            wanted="text as token ids, or the bytes of each token",
+        )
     if not prompt or not ids:
         raise InputError("a text needs a token, and one before it", where=name, got=f"{len(prompt)} and {len(ids)}")
-    if text.logprobs is not None and len(text.logprobs) != len(ids):
-        raise InputError(
-            "each token has a log probability",
-            where=name,
-            got=f"{len(text.logprobs)} of them",
-            wanted=f"{len(ids)}, with text as token ids",
-        )
-    return Tokens(prompt=prompt, ids=ids, is_exact=_are_ids(text.text), logprobs=text.logprobs)
+    for what, values in (
+        ("a log probability", text.logprobs),
+        ("a log probability of the trainer", text.trainer_logprobs),
+        ("a mark whether it is judged", text.judged),
+    ):
+        if values is not None and len(values) != len(ids):
+            raise InputError(
+                f"each token has {what}",
+                where=name,
+                got=f"{len(values)} of them",
+                wanted=f"{len(ids)}, with text as token ids",
+            )
+    if text.judged is not None and not any(text.judged):
+        raise InputError("a text needs a token that the model wrote", where=name, got="judged is false of all")
+    logprobs = text.logprobs
+    if logprobs is not None and text.judged is not None:
+        pairs = zip(logprobs, text.judged, strict=True)
+        logprobs = [value if is_judged else math.nan for value, is_judged in pairs]
+    return Tokens(
+        prompt=prompt,
+        ids=ids,
+        is_exact=_are_ids(text.text) or ids_of_writer is not None,
+        logprobs=logprobs,
+        judged=text.judged,
+        logprob_rounding=text.logprob_rounding,
+        trainer_logprobs=text.trainer_logprobs,
+    )
 
 
 def _are_ids(content: str | Sequence[Any]) -> bool:
@@ -132,7 +158,7 @@ def _are_ids(content: str | Sequence[Any]) -> bool:
 
 def _prompt_and_text_ids(text: Text, tokenizer: Any) -> tuple[list[int], list[int]]:
     """Return the ids of the prompt, and of the text after it."""
-    prompt, adds_special = text.prompt, True
+    prompt, adds_special = text.prompt, not text.prompt_is_rendered
     if not isinstance(prompt, str) and not _are_ids(prompt):
         prompt = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
         adds_special = False  # a chat template writes the special tokens itself
@@ -159,7 +185,7 @@ def other_tokens(tokens: Tokens, place: int, largest: int, tokenizer: Any) -> It
 
     A model need not write the tokens that a tokenizer divides its text into.
     """
-    if tokens.is_exact or tokens.logprobs is not None:
+    if tokens.is_exact or tokens.logprobs is not None or tokens.judged is not None:
         return
     wanted = tokenizer.decode(tokens.ids)
     first_ids = [*tokens.ids[:place], largest]

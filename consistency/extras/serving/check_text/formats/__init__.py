@@ -1,0 +1,1 @@
+"""What engines and trainers write: each tool is a file of this folder, which `registry` finds by its `FORMAT`."""
