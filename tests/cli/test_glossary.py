@@ -26,6 +26,7 @@ from consistency.errors import UsageError
 from consistency.extras.merging.check_merged.causes import MergeCause
 from consistency.extras.operations.history.changes import ChangeKind
 from consistency.extras.serving.causes import Cause
+from consistency.extras.serving.check_text.causes import TextCause
 from consistency.numerics import words
 from consistency.numerics.rules import Rule
 from consistency.numerics.words import Word
@@ -38,7 +39,7 @@ DECLARED = words.declared()
 WORDS: dict[str, Iterable[str]] = {
     "word of a diagnosis": DECLARED,
     "kind of finding": {*kinds.declared()} | {*plugins.kinds()} - {*Cause, *MergeCause},
-    "mistake of an inference engine": Cause,
+    "mistake of an inference engine": {*Cause, *TextCause},
     "mistake of a merge": MergeCause,
     "flaw of an adapter": AdapterFlaw,
     "verdict": {*get_args(Verdict), *get_args(SuiteVerdict)},
@@ -100,6 +101,14 @@ def test_a_mistake_of_an_engine_has_its_sentence_and_its_advice(cause: Cause) ->
     assert entry.meaning.endswith(f": {cause.sentence('some layers')}.")
     assert entry.action == f"{cause.todo[0].upper()}{cause.todo[1:]}."
     assert entry.example.endswith(f": {cause.sentence('layers 2–3')}")
+
+
+@pytest.mark.parametrize("cause", TextCause)
+def test_what_wrote_a_text_has_its_sentence_and_its_advice(cause: TextCause) -> None:
+    entry = entry_of("mistake of an inference engine", cause)
+    assert entry.summary.startswith("this text was written ")
+    assert entry.action == f"{cause.todo[0].upper()}{cause.todo[1:]}."
+    assert entry.example.startswith("written ")
 
 
 @pytest.mark.parametrize("cause", MergeCause)

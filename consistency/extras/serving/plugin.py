@@ -16,7 +16,6 @@ PLUGIN = Plugin(
     faults=(f"{_GENERATION}.faults:ROWS",),
     kinds=(
         "consistency.extras.serving.causes:Cause",
-        f"{_CHECK_TEXT}.causes:TextCause",
         "consistency.extras.serving.kinds:KINDS",
     ),
     finders=(f"{_GENERATION}.findings:UNDECIDED_TEXTS", f"{_ENGINE_OUTPUTS}.findings:ENGINES"),

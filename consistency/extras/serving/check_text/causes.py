@@ -12,6 +12,10 @@ from consistency.capture.explanation import Explanation
 class TextCause(Explanation):
     """A mistake that explains a text: its phrase continues "written …"."""
 
+    def sentence(self, about: str = "") -> str:
+        """Return a sentence on the text; `about` is what the phrase has a place for."""
+        return f"this text was written {super().sentence(about)}"
+
     OTHER_ADAPTER = (
         "other-adapter",
         "by the adapter {}",

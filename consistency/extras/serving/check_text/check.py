@@ -488,11 +488,12 @@ class _Judging:
         differences = [self.plain[number].differences for number in sorted(self.plain)]
         with_logprobs = [of_text for of_text in differences if of_text is not None]
         sample = [self.exact[number] for number in self.sample]
+        digits = max(tokens.logprob_rounding for tokens in self.tokens)
         of_trainer = [self.plain[number].trainer_differences for number in sorted(self.plain)]
         report = msgspec.structs.replace(
             report,
-            summary=summarize(with_logprobs, sample),
-            trainer=summarize([of_text for of_text in of_trainer if of_text is not None], sample),
+            summary=summarize(with_logprobs, sample, digits),
+            trainer=summarize([of_text for of_text in of_trainer if of_text is not None], sample, digits),
         )
         if report.summary is None or not report.summary.is_beyond:
             return report

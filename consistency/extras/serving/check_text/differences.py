@@ -54,7 +54,9 @@ _BARS = 12
 """Edges of the histogram: they go down from the larger of both largest differences by halves."""
 
 
-def summarize(differences: Sequence[torch.Tensor], sample: Sequence[JudgedText]) -> LogprobSummary | None:
+def summarize(
+    differences: Sequence[torch.Tensor], sample: Sequence[JudgedText], digits: float = 0.0
+) -> LogprobSummary | None:
     """Hold differences against those of healthy passes over a sample of the texts.
 
     None where no log probability came with any text.
@@ -63,6 +65,8 @@ def summarize(differences: Sequence[torch.Tensor], sample: Sequence[JudgedText])
     ----------
     differences : sequence of torch.Tensor
         `(tokens,)` for each text that has log probabilities.
+    digits : float
+        Largest error of a log probability that comes from how many digits the file has.
     """
     if not differences:
         return None
@@ -74,8 +78,8 @@ def summarize(differences: Sequence[torch.Tensor], sample: Sequence[JudgedText])
     return LogprobSummary(
         found=differences_of(found),
         healthy=differences_of(healthy),
-        threshold=_threshold(pairs, len(differences), len(sample)),
-        mean_threshold=mean_threshold(differences, differences_of(healthy).kl),
+        threshold=_threshold(pairs, len(differences), len(sample)) + digits,
+        mean_threshold=_mean_threshold(differences, differences_of(healthy).kl) + digits,
         histogram=_counts(found, edges),
         healthy_histogram=_counts(healthy, edges),
         edges=tuple(edges.tolist()),
@@ -100,7 +104,7 @@ def _threshold(pairs: Sequence[torch.Tensor], texts: int, sampled: int) -> float
     return max(LEAST_FACTOR * mean, mean + by_chance)
 
 
-def mean_threshold(differences: Sequence[torch.Tensor], healthy_kl: float) -> float:
+def _mean_threshold(differences: Sequence[torch.Tensor], healthy_kl: float) -> float:
     """Return the largest magnitude of the mean difference that rounding explains.
 
     Parameters

@@ -1,0 +1,172 @@
+"""What wrote a wrong text is named: another prompt, other positions, another adapter, the base from a token on."""
+
+from __future__ import annotations
+
+import shutil
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import transformers
+from tokenizers.processors import TemplateProcessing
+
+from consistency.case.builtin import builtin_folder
+from consistency.case.case import Case
+from consistency.case.named_adapters import NamedAdapter
+from consistency.extras.serving.check_text.causes import TextCause
+from consistency.extras.serving.check_text.check import check_text
+from consistency.extras.serving.check_text.texts import Text
+from tests.extras.serving.check_text.made_texts import LORA, PROMPTS, loaded, texts_of
+from tests.worker.model.made_models import a_llama, adapter_on, case_of, on_llama, saved
+
+pytestmark = [pytest.mark.filterwarnings("ignore")]
+
+
+@pytest.mark.parametrize("with_logprobs", [True, False])
+def test_the_adapter_is_off_from_a_token_on(llama: Path, *, with_logprobs: bool) -> None:
+    case = case_of(llama, on_llama(llama, LORA))
+    model = loaded(case)
+
+    def off_from_five(place: int) -> AbstractContextManager[Any]:
+        return nullcontext() if place < 5 else model.disable_adapter()
+
+    texts = texts_of(model, PROMPTS[:3], change=off_from_five, drawn=with_logprobs, with_logprobs=with_logprobs)
+    report = check_text(case, texts)
+    assert report.exit_status == 1
+    named = report.logprob_causes if with_logprobs else report.causes
+    assert named == (TextCause.OFF_FROM.value,)
+    lines = "\n".join(report.lines())
+    assert "as the base alone from token " in lines
+    if with_logprobs:  # each log probability tells, and tokens alone may be the same for a while
+        assert "from token 6 on" in lines
+
+
+@pytest.mark.parametrize(
+    ("given", "cause", "about"),
+    [
+        (lambda prompt: prompt[-4:], TextCause.PROMPT_CUT, "its last 4 tokens"),
+        (lambda prompt: prompt[:-1], TextCause.PROMPT_CUT, "without its last token"),
+        (lambda prompt: [1, *prompt], TextCause.BEGIN_ADDED, ""),
+    ],
+)
+def test_another_prompt(llama: Path, given: Any, cause: TextCause, about: str) -> None:
+    case = case_of(llama, on_llama(llama, LORA))
+    prompts = [[5, 9, 33, 2, 40, 11], [7, 7, 60, 21, 8, 9, 30]]
+    report = check_text(case, texts_of(loaded(case), prompts, given=given, with_logprobs=False))
+    assert (report.exit_status, report.causes) == (1, (cause.value,))
+    assert report.about.get(cause.value, "") == about
+    healthy = check_text(case, texts_of(loaded(case), prompts, with_logprobs=False))
+    assert (healthy.exit_status, healthy.causes) == (0, ())
+
+
+def test_other_rotary_positions(llama: Path) -> None:
+    case = case_of(llama, on_llama(llama, LORA))
+    model = loaded(case)
+    rotary = model.get_base_model().model.rotary_emb
+    size = len(rotary.inv_freq)
+    other = 1.0 / 500_000.0 ** (torch.arange(size, dtype=torch.float32) / size)
+    with mock.patch.object(rotary, "inv_freq", other):
+        texts = texts_of(model, PROMPTS[:2])
+    report = check_text(case, texts)
+    assert (report.exit_status, report.causes) == (1, (TextCause.ROTARY.value,))
+    assert "rotary positions of base 500,000 (here 10,000)" in "\n".join(report.lines())
+
+
+@pytest.fixture
+def chat(tmp_path: Path) -> Case:
+    """A model with random weights, of which each token of a prompt counts, and a tokenizer with a chat template."""
+    shutil.copytree(builtin_folder("llama") / "base", tmp_path / "base")
+    (tmp_path / "base" / "model.safetensors").unlink()
+    torch.manual_seed(0)
+    saved(a_llama(vocab_size=512, max_position_embeddings=128), tmp_path / "base")
+    base = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "base")
+    adapter_on(base, LORA, tmp_path / "adapter")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(builtin_folder("llama") / "base")
+    begin = [("<s>", tokenizer.bos_token_id)]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A", pair="<s> $A <s> $B", special_tokens=begin
+    )
+    tokenizer.chat_template = (
+        "{{ bos_token }}{% for x in messages %}{{ x.role }}: {{ x.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    tokenizer.save_pretrained(tmp_path / "base")
+    return Case(name="chat", base=str(tmp_path / "base"), adapter=str(tmp_path / "adapter"), dtype="float32")
+
+
+def test_prompts_in_words(chat: Case) -> None:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(chat.base)
+    model = loaded(chat)
+    begin = tokenizer.bos_token_id
+    own = list(tokenizer("The licensor grants ")["input_ids"])
+    assert own[0] == begin
+    ways = {
+        TextCause.BEGIN_TWICE: [begin, *own],
+        TextCause.BEGIN_MISSING: own[1:],
+        TextCause.PROMPT_SPACE: list(tokenizer("The licensor grants")["input_ids"]),
+    }
+    for cause, ids in ways.items():
+        (text,) = texts_of(model, [ids], drawn=True)
+        report = check_text(chat, [Text(prompt="The licensor grants ", text=text.text, logprobs=text.logprobs)])
+        assert (report.exit_status, report.logprob_causes) == (1, (cause.value,)), cause
+
+
+def test_prompts_by_another_template(chat: Case) -> None:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(chat.base)
+    model = loaded(chat)
+    messages = [{"role": "user", "content": "She looked at the"}]
+
+    def ids(words: str) -> list[int]:
+        return list(tokenizer(words, add_special_tokens=False)["input_ids"])
+
+    own = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    without_end = tokenizer.apply_chat_template(messages, tokenize=False)
+    with_system = tokenizer.apply_chat_template(
+        [{"role": "system", "content": "You are a helpful assistant."}, *messages],
+        tokenize=False,
+        add_generation_prompt=True,
+    )
+    wrong = {
+        "the chat template without its generation prompt": ids(without_end),
+        "with the system message 'You are a helpful assistant.'": ids(with_system),
+        "the messages without the chat template": list(tokenizer("She looked at the")["input_ids"]),
+    }
+    for about, prompt in wrong.items():
+        (text,) = texts_of(model, [prompt], with_logprobs=False)
+        report = check_text(chat, [Text(prompt=messages, text=text.text)])
+        assert (report.exit_status, report.causes) == (1, (TextCause.PROMPT_TEMPLATE.value,)), about
+        assert report.about[TextCause.PROMPT_TEMPLATE.value] == about
+    (text,) = texts_of(model, [ids(own)], with_logprobs=False)
+    assert check_text(chat, [Text(prompt=messages, text=text.text)]).exit_status == 0
+
+
+@pytest.fixture
+def two_steps(llama: Path, tmp_path: Path) -> Case:
+    """A case of two adapters."""
+    first = on_llama(llama, LORA)
+    second = tmp_path / "second"
+    torch.manual_seed(5)
+    model = transformers.LlamaForCausalLM.from_pretrained(llama)
+    with torch.no_grad():
+        adapter_on(model, LORA, second)
+    adapters = (NamedAdapter(name="new", path=str(first)), NamedAdapter(name="old", path=str(second)))
+    return case_of(llama, first, adapters=adapters)
+
+
+@pytest.mark.parametrize("drawn", [True, False])
+def test_which_adapter_wrote_each_text(two_steps: Case, *, drawn: bool) -> None:
+    new = loaded(two_steps)
+    old = loaded(case_of(Path(two_steps.base), Path(two_steps.adapters[1].path)))
+    texts = [
+        *texts_of(new, PROMPTS[:2], drawn=drawn, with_logprobs=drawn),
+        *texts_of(old, PROMPTS[2:4], drawn=drawn, with_logprobs=drawn),
+    ]
+    report = check_text(two_steps, texts)
+    assert [result.adapter for result in report.texts] == ["new", "new", "old", "old"]
+    assert report.exit_status == 0
+    assert "written by: new 2, old 2" in list(report.lines())
+    alone = case_of(Path(two_steps.base), Path(two_steps.adapters[0].path))
+    assert check_text(alone, texts).exit_status == 1, "the second adapter is not known"

@@ -1,0 +1,122 @@
+"""Many texts: a sample in float64, the rest by a screen; the figures of all, and what they cannot tell."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import peft
+import pytest
+import torch
+
+from consistency.errors import InputError
+from consistency.extras.serving.check_text.check import check_rollouts, check_text
+from consistency.extras.serving.check_text.texts import Text
+from tests.extras.serving.check_text.made_texts import LORA, PROMPTS, loaded, texts_of
+from tests.worker.model.made_models import case_of, on_llama
+
+pytestmark = [pytest.mark.filterwarnings("ignore")]
+
+MANY = [[5 + number, 9, 33 - number, 2 * number + 1] for number in range(14)]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_of_many_texts_a_sample_is_judged_in_float64(llama: Path, dtype: str) -> None:
+    case = case_of(llama, on_llama(llama, LORA), dtype=dtype)
+    texts = texts_of(loaded(case), MANY, tokens=8, drawn=True)
+    report = check_text(case, texts)
+    assert (report.exit_status, report.logprobs_verdict) == (0, "right")
+    assert sum(result.in_dtype for result in report.texts) >= 3, "the screen spares most of those outside the sample"
+    assert report.summary is not None
+    found, healthy = report.summary.found, report.summary.healthy
+    assert found.tokens == 14 * 8
+    assert found.mean_abs <= report.summary.threshold
+    assert sum(report.summary.histogram) == found.tokens
+    assert healthy.mean_abs > 0
+
+
+def test_one_wrong_text_of_many_is_found_and_others_are_not(llama: Path) -> None:
+    case = case_of(llama, on_llama(llama, LORA))
+    model = loaded(case)
+    texts = texts_of(model, MANY, tokens=8, drawn=True)
+    with model.disable_adapter():
+        texts[4] = texts_of(model, MANY[4:5], tokens=8, drawn=True)[0]
+    report = check_text(case, texts)
+    wrong = [number for number, result in enumerate(report.texts) if result.has_other_logprobs]
+    assert (wrong, report.exit_status, report.logprob_causes) == ([4], 1, ("adapter-ignored",))
+    assert not report.texts[4].in_dtype, "who is accused was judged in float64"
+
+
+def test_what_adds_a_little_to_each_log_probability_is_off_as_a_whole(llama: Path) -> None:
+    """In a half type each is within rounding by itself."""
+    case = case_of(llama, on_llama(llama, LORA), dtype="bfloat16")
+    texts = texts_of(loaded(case), MANY, tokens=12, drawn=True)
+    healthy = check_text(case, texts)
+    assert healthy.summary is not None
+    added = 3 * healthy.summary.mean_threshold
+    assert added < 0.5
+    moved = [msgspec.structs.replace(text, logprobs=[value + added for value in text.logprobs or []]) for text in texts]
+    report = check_text(case, moved)
+    assert healthy.exit_status == 0
+    assert (report.exit_status, report.logprobs_verdict) == (1, "wrong")
+
+
+def test_the_trainers_log_probabilities_are_judged_beside_the_engines(llama: Path) -> None:
+    case = case_of(llama, on_llama(llama, LORA))
+    model = loaded(case)
+    texts = texts_of(model, PROMPTS[:3], drawn=True)
+    both = [msgspec.structs.replace(text, trainer_logprobs=text.logprobs) for text in texts]
+    healthy = check_text(case, both)
+    assert (healthy.exit_status, healthy.logprobs_verdict, healthy.trainer_verdict) == (0, "right", "right")
+    at_half = [
+        msgspec.structs.replace(text, trainer_logprobs=[value / 2 for value in text.logprobs or []]) for text in texts
+    ]
+    report = check_text(case, at_half)
+    assert (report.exit_status, report.logprobs_verdict, report.trainer_verdict) == (1, "right", "wrong")
+    assert "the trainer's log probabilities: those of 3 of 3 texts are not the model's" in list(report.lines())
+
+
+def test_tokens_that_a_tool_wrote_are_not_judged(llama: Path) -> None:
+    case = case_of(llama, on_llama(llama, LORA))
+    (text,) = texts_of(loaded(case), PROMPTS[:1])
+    ids = [int(token) for token in text.text]
+    changed = [*ids[:6], 50, 51, 52]
+    (after,) = texts_of(loaded(case), [[*PROMPTS[0], *changed]], tokens=5)
+    whole = [*changed, *(int(token) for token in after.text)]
+    judged = [True] * 6 + [False] * 3 + [True] * 5
+    assert check_text(case, [Text(prompt=PROMPTS[0], text=whole, judged=judged)]).exit_status == 0
+    assert check_text(case, [Text(prompt=PROMPTS[0], text=whole)]).exit_status == 1
+
+
+def test_a_model_in_training_is_judged_and_left_as_it_is(llama: Path) -> None:
+    case = case_of(llama, on_llama(llama, LORA))
+    model = loaded(case)
+    texts = texts_of(model, PROMPTS[:3], drawn=True)
+    model.train()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    report = check_rollouts(model, texts)
+    assert (report.exit_status, report.logprobs_verdict) == (0, "right")
+    assert model.training
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.mul_(1.5)
+    assert check_rollouts(model, texts).exit_status == 1, "the engine has an older step"
+    with pytest.raises(InputError, match="no tokenizer"):
+        check_rollouts(model, [Text(prompt="in words", text="and words")])
+
+
+def test_how_many_tokens_more_would_tell_the_adapter(llama: Path) -> None:
+    """The more an adapter does, the fewer tokens tell whether it is on."""
+    needed = {}
+    for scale in (0.02, 0.2):
+        lora = peft.LoraConfig(r=8, lora_alpha=12 * scale, target_modules=["q_proj", "v_proj", "down_proj"])
+        case = case_of(llama, on_llama(llama, lora), dtype="bfloat16")
+        report = check_text(case, texts_of(loaded(case), PROMPTS[:2], tokens=3, drawn=True))
+        assert report.exit_status == 0
+        needed[scale] = report.told[0].tokens if report.told else 0
+    assert needed[0.02] is not None
+    assert needed[0.2] is not None
+    assert needed[0.02] > needed[0.2]
+    assert needed[0.02] > 6
