@@ -485,11 +485,12 @@ class _Judging:
 
     def _with_summary(self, report: TextReport) -> TextReport:
         """Add the figures of all log probabilities, where some came with the texts."""
-        differences = [self.plain[number].differences for number in sorted(self.plain)]
+        distinct = self._distinct(sorted(self.plain))
+        differences = [self.plain[number].differences for number in distinct]
         with_logprobs = [of_text for of_text in differences if of_text is not None]
         sample = [self.exact[number] for number in self.sample]
         digits = max(tokens.logprob_rounding for tokens in self.tokens)
-        of_trainer = [self.plain[number].trainer_differences for number in sorted(self.plain)]
+        of_trainer = [self.plain[number].trainer_differences for number in distinct]
         report = msgspec.structs.replace(
             report,
             summary=summarize(with_logprobs, sample, digits),
@@ -501,6 +502,14 @@ class _Judging:
             return report
         summary = msgspec.structs.replace(report.summary, way=self._way_of_all(report.summary))
         return msgspec.structs.replace(report, summary=summary)
+
+    def _distinct(self, numbers: Sequence[int]) -> list[int]:
+        """Return the texts of these, each once: equal ones tell no more than one of them."""
+        first = {}
+        for number in numbers:
+            tokens = self.tokens[number]
+            first.setdefault((tuple(tokens.prompt), tuple(tokens.ids)), number)
+        return list(first.values())
 
     def _way_of_all(self, summary: LogprobSummary) -> str:
         """Return how log probabilities were taken that are off as a whole, and by no token alone; empty for no way."""
@@ -587,7 +596,8 @@ class _Judging:
         if not self.run.has_adapter:
             return ""
         differences, directions = [], []
-        for number, text in self.exact.items():
+        for number in self._distinct(list(self.exact)):
+            text = self.exact[number]
             wanted = text.tokens.judged_logprobs
             if wanted is None or text.decides or self._is_of_another(number):
                 continue

@@ -14,7 +14,8 @@ passes over texts of the sample, whose means have the standard deviation s, Stud
 The mean of d is small where d is noise, so it shows what adds something to every token, as a sampler does that leaves
 tokens out. It is not zero: tokens are drawn by what gave the log probabilities, so its mean is the divergence, and a
 logarithm of noisy probabilities is lower on average by as much again. Four times the divergence of the healthy passes
-is allowed, and Student's limit times the standard error of the mean between texts.
+is allowed, and Student's limit times the standard error of the mean between texts, which has to be distinct ones: of
+equal texts it would be zero. It is at least that of as many independent tokens.
 """
 
 from __future__ import annotations
@@ -50,6 +51,9 @@ def differences_of(differences: torch.Tensor) -> Differences:
     )
 
 
+_DEVIATIONS = 6.0
+"""Standard deviations that chance does not reach: a normal deviate exceeds them once in 10⁹."""
+
 _BARS = 12
 """Edges of the histogram: they go down from the larger of both largest differences by halves."""
 
@@ -79,7 +83,7 @@ def summarize(
         found=differences_of(found),
         healthy=differences_of(healthy),
         threshold=_threshold(pairs, len(differences), len(sample)) + digits,
-        mean_threshold=_mean_threshold(differences, differences_of(healthy).kl) + digits,
+        mean_threshold=_mean_threshold(differences, differences_of(healthy)) + digits,
         histogram=_counts(found, edges),
         healthy_histogram=_counts(healthy, edges),
         edges=tuple(edges.tolist()),
@@ -104,15 +108,15 @@ def _threshold(pairs: Sequence[torch.Tensor], texts: int, sampled: int) -> float
     return max(LEAST_FACTOR * mean, mean + by_chance)
 
 
-def _mean_threshold(differences: Sequence[torch.Tensor], healthy_kl: float) -> float:
+def _mean_threshold(differences: Sequence[torch.Tensor], healthy: Differences) -> float:
     """Return the largest magnitude of the mean difference that rounding explains.
 
     Parameters
     ----------
     differences : sequence of torch.Tensor
         `(tokens,)` for each text.
-    healthy_kl : float
-        Divergence of two healthy passes.
+    healthy : Differences
+        Of two healthy passes.
     """
     sums = torch.stack([of_text.nansum() for of_text in differences])
     counts = torch.stack([(~of_text.isnan()).sum() for of_text in differences]).to(torch.float64)
@@ -121,7 +125,8 @@ def _mean_threshold(differences: Sequence[torch.Tensor], healthy_kl: float) -> f
     # the error of a mean whose texts have unlike lengths: each text's sum less its tokens' share of the whole
     residuals = sums - counts * (sums.sum() / counts.sum())
     error = float(residuals.square().sum().sqrt() / counts.sum()) * math.sqrt(len(sums) / (len(sums) - 1))
-    return 4 * healthy_kl + student(len(sums) - 1) * error
+    of_tokens = _DEVIATIONS * healthy.deviation / math.sqrt(float(counts.sum()))
+    return 4 * healthy.kl + max(student(len(sums) - 1) * error, of_tokens)
 
 
 def _edges(found: torch.Tensor, healthy: torch.Tensor) -> torch.Tensor:
