@@ -505,7 +505,7 @@ class _Judging:
 
     def _distinct(self, numbers: Sequence[int]) -> list[int]:
         """Return the texts of these, each once: equal ones tell no more than one of them."""
-        first = {}
+        first = dict[tuple[tuple[int, ...], tuple[int, ...]], int]()
         for number in numbers:
             tokens = self.tokens[number]
             first.setdefault((tuple(tokens.prompt), tuple(tokens.ids)), number)
