@@ -25,11 +25,8 @@ from consistency.extras.serving.check_text.prompts import other_prompts
 from consistency.extras.serving.check_text.texts import Text
 from consistency.extras.serving.engine_outputs.explanations import merges, mistakes
 from consistency.extras.serving.engine_outputs.passes import Change, Passes
-from consistency.worker.model.merging import MergeRefusedError
+from consistency.worker.model.merging import MergeRefusedError, adapted_layers
 from consistency.worker.model.running import base_of
-
-Key = tuple[Explanation, str]
-"""A cause, and what it is about."""
 
 _ROTARY_BASES = (10_000.0, 100_000.0, 500_000.0, 1_000_000.0)
 """Bases of rotary positions that models commonly have."""
@@ -45,23 +42,25 @@ class Fit(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Explained:
+    """That a mistake explains a text, how, and what it is about."""
+
+    fit: Fit
+    about: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Alternative:
     """A mistake that may explain a text.
 
     Attributes
     ----------
-    explains : callable
+    try_it : callable
         Compute the text with the mistake, and return how that explains it; None where it does not.
     """
 
     cause: Explanation
-    about: str = ""
-    explains: Callable[[], Fit | None]
-
-    @property
-    def key(self) -> Key:
-        """The cause with what it is about."""
-        return self.cause, self.about
+    try_it: Callable[[], Explained | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,9 +92,9 @@ class AskedText:
         for cause, about, compute in mistakes(judged.passes, base_alone):
             yield self._by_logits(cause, about, compute)
         if base_alone is not None:
-            yield from self._off_from_a_token(base_alone)
+            yield Alternative(cause=TextCause.OFF_FROM, try_it=self._off_from_a_token)
         for wrong_prompt, about, prompt in other_prompts(self.text, judged.tokens, self.tokenizer, model):
-            yield Alternative(cause=wrong_prompt, about=about, explains=functools.partial(self._fits_after, prompt))
+            yield Alternative(cause=wrong_prompt, try_it=functools.partial(self._fits_after, prompt, about))
         for about, change in _other_positions(base_of(model)):
             yield self._by_logits(TextCause.ROTARY, about, functools.partial(judged.passes.of, about, change))
 
@@ -103,29 +102,29 @@ class AskedText:
         """Yield merges in narrower dtypes, which are tried where nothing else explains the text."""
         for cause, ways in merges(self.judged.passes.model).items():
             computes = [functools.partial(self.judged.passes.merged, way) for way in ways]
-            yield Alternative(cause=cause, explains=functools.partial(self._any_merge_fits, computes))
+            yield Alternative(cause=cause, try_it=functools.partial(self._any_merge_fits, computes))
 
     def _by_logits(self, cause: Explanation, about: str, compute: Callable[[], torch.Tensor]) -> Alternative:
-        return Alternative(cause=cause, about=about, explains=lambda: self.fits(self.judged.figures(compute())))
+        return Alternative(cause=cause, try_it=lambda: self.fits(self.judged.figures(compute()), about))
 
-    def fits(self, figures: TokenFigures) -> Fit | None:
+    def fits(self, figures: TokenFigures, about: str = "") -> Explained | None:
         """Return how a model with these exact figures explains the text; None where it does not."""
         if not bool(self.judged.fit_logprobs(figures).all()):
             return None
         if bool(self.judged.fit_greedily(figures).all()):
-            return Fit.TOKENS
+            return Explained(fit=Fit.TOKENS, about=about)
         has_logprobs = self.judged.tokens.judged_logprobs is not None
-        return Fit.LOGPROBS if has_logprobs else None
+        return Explained(fit=Fit.LOGPROBS, about=about) if has_logprobs else None
 
-    def _any_merge_fits(self, computes: Sequence[Callable[[], torch.Tensor]]) -> Fit | None:
+    def _any_merge_fits(self, computes: Sequence[Callable[[], torch.Tensor]]) -> Explained | None:
         with suppress(MergeRefusedError):
             for compute in computes:
-                fit = self.fits(self.judged.figures(compute()))
-                if fit is not None:
-                    return fit
+                explained = self.fits(self.judged.figures(compute()))
+                if explained is not None:
+                    return explained
         return None
 
-    def _fits_after(self, prompt: Sequence[int]) -> Fit | None:
+    def _fits_after(self, prompt: Sequence[int], about: str) -> Explained | None:
         """Return how another prompt explains the text."""
         judged = self.judged
         tokens = replace(judged.tokens, prompt=list(prompt))
@@ -135,7 +134,29 @@ class AskedText:
             watch=lambda: None,
             step=judged.passes.step,
         )
-        return self.fits(judged.figures(passes.of("another prompt", _unchanged), tokens))
+        return self.fits(judged.figures(passes.of("another prompt", _unchanged), tokens), about)
+
+    def _off_from_a_token(self) -> Explained | None:
+        """Return the first token that was computed without the adapter, where all from there on explain the text.
+
+        Keys and values of the tokens before it are those with the adapter, as an engine keeps them in its cache.
+        """
+        judged = self.judged
+        layers = _layers_by_token(judged.passes.model)
+        wrong = (~self._fit_each(judged.exact)).nonzero()[:, 0].tolist()
+        if not layers or not wrong or wrong[0] == 0:
+            return None
+        first_wrong = judged.places[wrong[0]]
+        # a few tokens without the adapter may be right by chance before the first that is wrong; 1: the prompt alone
+        candidates = [first_wrong - step for step in (0, 1, 2, 3, 5, 8, 13, 21, 34) if first_wrong > step]
+        for first_off in dict.fromkeys([*candidates, 1]):
+            place = len(judged.tokens.prompt) + first_off - 1
+            change = functools.partial(_off_from, layers, place)
+            logits = judged.passes.of(f"without the adapter from token {first_off + 1} on", change)
+            explained = self.fits(judged.figures(logits), str(first_off + 1))
+            if explained is not None:
+                return explained
+        return None
 
     def _fit_each(self, figures: TokenFigures) -> torch.Tensor:
         """Report for each token whether it is right by these figures, `(tokens,)`."""
@@ -143,33 +164,28 @@ class AskedText:
             return self.judged.fit_logprobs(figures)
         return self.judged.fit_greedily(figures)
 
-    def _off_from_a_token(self, base_alone: Callable[[], torch.Tensor]) -> Iterator[Alternative]:
-        """Yield that the adapter was off from one token on, where there is such a token."""
-        without = self.judged.figures(base_alone())
-        place = self._place_off(without)
-        if place is None:
-            return
-        mixed = self.judged.fit_greedily(self.judged.exact)
-        mixed[place:] = self.judged.fit_greedily(without)[place:]
-        fit = Fit.TOKENS if bool(mixed.all()) else Fit.LOGPROBS
-        token = str(self.judged.places[place] + 1)
-        yield Alternative(cause=TextCause.OFF_FROM, about=token, explains=lambda: fit)
 
-    def _place_off(self, figures: TokenFigures) -> int | None:
-        """Return the first token, from which on all are the base's and before which all are the model's.
+def _layers_by_token(model: Any) -> list[Any]:
+    """Return the adapted layers; none where some compute otherwise than token by token, or the model has an encoder."""
+    config = getattr(base_of(model), "config", None)
+    layers = [layer for _, layer in adapted_layers(model)]
+    if getattr(config, "is_encoder_decoder", False) or any(hasattr(layer, "get_param") for layer in layers):
+        return []
+    return layers
 
-        None where there is none, or where the base alone would explain all of the text.
-        """
-        right = self._fit_each(self.judged.exact)
-        without = self._fit_each(figures)
-        wrong = (~right).nonzero()[:, 0].tolist()
-        if not wrong:
-            return None
-        first = wrong[0]
-        is_base_before = bool(without[:first].all())
-        if is_base_before or not bool(without[first:].all()):
-            return None
-        return int(first)
+
+@contextmanager
+def _off_from(layers: Sequence[Any], place: int) -> Iterator[None]:
+    """Let layers compute without the adapter from a place of the sequence on."""
+
+    def mixed(layer: Any, args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
+        without = layer.get_base_layer()(args[0])
+        return torch.cat([output[:, :place], without[:, place:]], 1)
+
+    with ExitStack() as stack:
+        for layer in layers:
+            stack.callback(layer.register_forward_hook(mixed).remove)
+        yield
 
 
 def can_disable(model: Any) -> bool:
@@ -263,34 +279,34 @@ def _causes_by(
     alternatives_of: Callable[[AskedText], Iterator[Alternative]], asked: Sequence[AskedText], *, greedily: bool
 ) -> Causes | None:
     common: dict[Explanation, str] | None = None
-    fits: list[Fit] = []
+    fits: dict[Explanation, set[Fit]] = {}
     for each in asked:
         found = _explaining_one(alternatives_of(each), common, greedily=greedily)
-        if not found:
-            return None  # a pass takes long, and no cause is left that could explain all texts
-        about = {cause: about for (cause, about), _ in found.items()}
+        about = {cause: explained.about for cause, explained in found.items()}
         common = about if common is None else _common(common, about)
-        fits += [fit for (cause, _), fit in found.items() if cause in common]
         if not common:
-            return None
+            return None  # a pass takes long, and no cause is left that could explain all texts
+        for cause, explained in found.items():
+            fits.setdefault(cause, set()).add(explained.fit)
     if not common:
         return None
-    return Causes(about=common, fit=Fit.LOGPROBS if Fit.LOGPROBS in fits else Fit.TOKENS)
+    are_drawn = any(Fit.LOGPROBS in fits[cause] for cause in common)
+    return Causes(about=common, fit=Fit.LOGPROBS if are_drawn else Fit.TOKENS)
 
 
 def _explaining_one(
     alternatives: Iterator[Alternative], common: dict[Explanation, str] | None, *, greedily: bool
-) -> dict[Key, Fit]:
+) -> dict[Explanation, Explained]:
     """Return what explains one text, among what explains the texts before it."""
-    found: dict[Key, Fit] = {}
+    found: dict[Explanation, Explained] = {}
     for alternative in alternatives:
         is_ruled_out = common is not None and alternative.cause not in common
-        is_known = any(cause is alternative.cause for cause, _ in found)
-        if is_ruled_out or is_known:
+        if is_ruled_out or alternative.cause in found:
             continue
-        fit = alternative.explains()
-        if fit is Fit.TOKENS or (fit is Fit.LOGPROBS and not greedily):
-            found[alternative.key] = fit
+        explained = alternative.try_it()
+        if explained is None or (greedily and explained.fit is not Fit.TOKENS):
+            continue
+        found[alternative.cause] = explained
     return found
 
 
@@ -303,11 +319,11 @@ def _common(before: dict[Explanation, str], about: dict[Explanation, str]) -> di
         if about[cause] == of_others:
             common[cause] = of_others
         elif cause is TextCause.OFF_FROM:
-            common[cause] = SOME_TOKEN
+            common[cause] = _SOME_TOKEN
     return common
 
 
-SOME_TOKEN = "…"
+_SOME_TOKEN = "…"
 """What stands for a token that differs from text to text."""
 
 

@@ -31,6 +31,11 @@ _MOST_DIVISIONS = 16
 """Tries to divide one text otherwise into tokens."""
 
 
+_FAR = 10.0
+"""Times the largest error that rounding explains of the model's own log probabilities, from which on no sampler makes
+an error of rounding."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenFigures:
     r"""What one pass says of each token of a text.
@@ -279,6 +284,11 @@ class JudgedText:
             kept = processing.kept(logits, self.chosen, wanted, slack)
         exact = processing.logprobs(logits, self.chosen, kept)
         del logits
+        # passes with noise take long, so what is far outside is told by the noise of the model's own log probabilities
+        widest = self.allowed_logprobs.max().expand(len(wanted)) / min(1.0, processing.sampling.temperature)
+        far = float(_ratios(wanted, exact[:, 0], _FAR * widest).max())
+        if not far <= 1:
+            return _FAR * far
         read = functools.partial(processing.logprobs, chosen=self.chosen, kept=kept)
         noisy = _noisy_figures(self.passes.model, self.tokens, self.passes.inputs, read, len(self.noisy_logprobs), step)
         allowed = _spread(noisy, exact).allowed(exact, torch.float32)[:, 0] + self.tokens.logprob_rounding

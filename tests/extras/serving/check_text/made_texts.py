@@ -50,9 +50,11 @@ def texts_of(
     texts = []
     for prompt in prompts:
         ids, logprobs = list[int](), list[float]()
+        new, cache = given(prompt), None
         for place in range(tokens):
             with torch.no_grad(), change(place):
-                logits = model(torch.tensor([[*given(prompt), *ids]])).logits[0, -1].double()
+                output = model(torch.tensor([new]), past_key_values=cache, use_cache=True)
+            logits, cache = output.logits[0, -1].double(), output.past_key_values
             own = logits.log_softmax(-1)
             logits[model.config.eos_token_id] = -torch.inf
             if drawn:
@@ -60,5 +62,6 @@ def texts_of(
             else:
                 ids.append(int(logits.argmax()))
             logprobs.append(float(own[ids[-1]]))
+            new = ids[-1:]
         texts.append(Text(prompt=prompt, text=ids, logprobs=logprobs if with_logprobs else None))
     return texts
