@@ -21,7 +21,7 @@ from consistency.comparison.findings.collect import collect
 from consistency.comparison.findings.evidence import ComparisonEvidence
 from consistency.comparison.merging import mergings
 from consistency.comparison.model_or_device import accuse_devices
-from consistency.comparison.outcomes import Status, Workers, gathered
+from consistency.comparison.outcomes import Status, Workers, group_by_key
 from consistency.comparison.records import Key, tables_of
 from consistency.comparison.result import (
     BAD,
@@ -338,7 +338,7 @@ def _first_tensors(
 
 def _architectures(workers: Sequence[ComparedWorker]) -> tuple[ArchitectureGroup, ...]:
     """Return the architectures of the workers, in the order of the workers."""
-    labels_by_architecture = gathered(dict.fromkeys((worker.info.architecture, worker.label) for worker in workers))
+    labels_by_architecture = group_by_key(dict.fromkeys((worker.info.architecture, worker.label) for worker in workers))
     return tuple(
         ArchitectureGroup(name=architecture, workers=tuple(labels))
         for architecture, labels in labels_by_architecture.items()

@@ -150,7 +150,7 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 
-def gathered(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
+def group_by_key(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
     """Return the values of each key, both in the order in which they came."""
     values_by_key: dict[K, list[V]] = {}
     for key, value in pairs:
@@ -158,7 +158,7 @@ def gathered(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
     return values_by_key
 
 
-def names_in(sets: Iterable[tuple[str, ...]]) -> dict[str, None]:
+def union_of_workers(sets: Iterable[tuple[str, ...]]) -> dict[str, None]:
     """Return the workers of many sets, each once, in order.
 
     A set that is met again costs nothing: equal sets are one object, so the identity tells them apart.

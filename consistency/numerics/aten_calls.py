@@ -309,7 +309,7 @@ def _widened(value: Any) -> Any:
     return _WIDE if value in _NARROW else value
 
 
-def largest_share(
+def largest_ratio(
     actual: torch.Tensor, expected: torch.Tensor, allowed: torch.Tensor, limits: Mapping[str, float] | None = None
 ) -> tuple[float, int, str]:
     """Return the largest ratio of error to tolerance, the number of the worst element, and whose error it is.

@@ -13,7 +13,7 @@ from consistency.case import standard
 from consistency.case.load_path import is_alternative
 from consistency.case.stages import SPECS, stage_order
 from consistency.comparison.layers import LayerCell, layers_of
-from consistency.comparison.outcomes import gathered
+from consistency.comparison.outcomes import group_by_key
 from consistency.comparison.result import Comparison, Finding, WorkerSummary
 from consistency.comparison.suite import CaseResult, SuiteFinding, SuiteResult, common_findings, worst_first
 from consistency.report import summary
@@ -263,13 +263,13 @@ def _lines(cases: Sequence[CaseResult], most: int | None) -> list[_Line]:
     ordered = worst_first(cases)
     if most is None or len(ordered) <= most:
         return [(case.name, [case]) for case in ordered]
-    groups = list(gathered((_outcome(case), case) for case in ordered).values())
+    groups = list(group_by_key((_outcome(case), case) for case in ordered).values())
     shown = groups
     if len(groups) > most:
         # Room is left for a row per verdict.
         shown = groups[: most - len({case.verdict for case in ordered})]
     lines: list[_Line] = [(_label(group, total=len(cases)), group) for group in shown]
-    remaining = gathered((case.verdict, case) for group in groups[len(shown) :] for case in group)
+    remaining = group_by_key((case.verdict, case) for group in groups[len(shown) :] for case in group)
     for group in remaining.values():
         lines.append((f"{len(group)} of {counted(len(cases), 'case')}", group))
     return lines

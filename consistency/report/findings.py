@@ -15,7 +15,7 @@ from consistency.case import standard
 from consistency.case.stages import MOVES_WEIGHTS, stages_of
 from consistency.comparison import kinds
 from consistency.comparison.layers import difference_of
-from consistency.comparison.outcomes import gathered
+from consistency.comparison.outcomes import group_by_key
 from consistency.comparison.result import Comparison, Finding, Outcome, TensorComparison
 from consistency.comparison.suite import SuiteResult
 from consistency.numerics.rules import Rule
@@ -69,7 +69,7 @@ def reproduce_command(folder: str, number: int) -> str:
 def _with_hits(comparison: Comparison) -> Iterator[tuple[Finding, _Hits]]:
     """Yield each finding with its hits; tensors are looked up by name, since a report may have very many."""
     named = {name for finding in comparison.findings for name in finding.tensors}
-    tensors = gathered((tensor.name, tensor) for tensor in comparison.tensors if tensor.name in named)
+    tensors = group_by_key((tensor.name, tensor) for tensor in comparison.tensors if tensor.name in named)
     for finding in comparison.findings:
         yield finding, _hits(finding, tensors)
 

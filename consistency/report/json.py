@@ -20,7 +20,7 @@ from consistency.capture.version import __version__
 from consistency.case.stages import SPECS
 from consistency.comparison import kinds
 from consistency.comparison.layers import ByArchitecture, LayerComparison, layers_of
-from consistency.comparison.outcomes import Judgement, Outcome, Workers, gathered, worst_of
+from consistency.comparison.outcomes import Judgement, Outcome, Workers, group_by_key, worst_of
 from consistency.comparison.result import Comparison, ComparisonFacts, Finding, TensorComparison, WorkerSummary
 from consistency.comparison.suite import SuiteResult, common_findings
 from consistency.numerics import words
@@ -337,7 +337,7 @@ class _Writer:
     def _split(self, workers: Workers, classes: tuple[Workers, ...]) -> list[tuple[int | None, Workers]]:
         """Split the workers of a row by the class of their bits; the smallest of many classes stay together."""
         numbers = {name: number for number, names in enumerate(_largest(classes)) for name in names}
-        parts = gathered((numbers.get(name), name) for name in workers)
+        parts = group_by_key((numbers.get(name), name) for name in workers)
         if len(parts) == 1:
             (bits,) = parts
             return [(bits, workers)]
@@ -347,7 +347,7 @@ class _Writer:
         """Return the values that devices of one kind share, and an entry per worker with the values of its own."""
         workers = self._comparison.workers
         in_full = self._in_full() if len(workers) > MOST_IN_FULL else range(len(workers))
-        indices_by_kind = gathered(
+        indices_by_kind = group_by_key(
             ((worker.architecture, worker.model, worker.load_path, worker.status), index)
             for index, worker in enumerate(workers)
         )
@@ -510,7 +510,7 @@ class _Reader:
 
     def _tensors(self) -> Iterator[TensorComparison]:
         """Yield the tensors, each made of all of its rows."""
-        rows_by_tensor = gathered(
+        rows_by_tensor = group_by_key(
             ((row.load_path, row.stage, row.layer, row.tensor), row) for row in self._report.outcomes
         )
         for rows in rows_by_tensor.values():

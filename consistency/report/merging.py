@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from consistency.capture.wording import and_more, some
 from consistency.comparison.merging import Advice, Merging, rounding_dominates, unexplained_change
-from consistency.comparison.outcomes import gathered
+from consistency.comparison.outcomes import group_by_key
 from consistency.numerics.real import Real
 
 MERGING = "merging"
@@ -20,7 +20,7 @@ _MOST = 3  # lines of captures that differ in these figures
 
 def merging_texts(records: Sequence[Merging]) -> Iterator[str]:
     """Yield a line for the case, or one for each of several captures with figures of their own."""
-    workers_by_text = gathered((merging_text(record), record.worker) for record in records)
+    workers_by_text = group_by_key((merging_text(record), record.worker) for record in records)
     for text, workers in list(workers_by_text.items())[:_MOST]:
         where = f" ({some(workers)})" if len(workers_by_text) > 1 else ""
         yield f"merged against unmerged{where}: {text}"

@@ -16,7 +16,7 @@ from consistency.case.load_path import is_alternative
 from consistency.case.stages import SPECS
 from consistency.comparison import kinds
 from consistency.comparison.by_worker import Coverage, coverage, worst_error
-from consistency.comparison.outcomes import names_in
+from consistency.comparison.outcomes import union_of_workers
 from consistency.comparison.result import BAD, Comparison, Divergence, Finding
 from consistency.comparison.suite import CaseResult
 from consistency.report.ranges import folded
@@ -244,7 +244,7 @@ def alternative_path_texts(comparison: Comparison) -> Iterator[tuple[str, str]]:
     for path in filter(is_alternative, comparison.load_paths):
         tensors = [tensor for tensor in comparison.tensors if tensor.load_path == path]
         outcomes = [outcome for tensor in tensors for outcome in tensor.outcomes]
-        wrong = names_in(outcome.workers for outcome in outcomes if outcome.status in BAD)
+        wrong = union_of_workers(outcome.workers for outcome in outcomes if outcome.status in BAD)
         if wrong:
             mismatches = sum(tensor.is_wrong for tensor in tensors)
             names = some(_in_order(comparison, wrong))

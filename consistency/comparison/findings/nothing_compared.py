@@ -20,7 +20,7 @@ from consistency.comparison.by_worker import coverage
 from consistency.comparison.findings.evidence import ComparisonEvidence
 from consistency.comparison.findings.finder import Finder, Phase
 from consistency.comparison.judge import NOT_FINITE
-from consistency.comparison.outcomes import Workers, gathered, names_in
+from consistency.comparison.outcomes import Workers, group_by_key, union_of_workers
 from consistency.comparison.records import Key, tables_of
 from consistency.comparison.result import BAD, Finding, Severity, TensorComparison, rows_of, tensor_name
 from consistency.comparison.workers import ComparedWorker, in_order_of, labels_of
@@ -45,7 +45,7 @@ def find_nothing_compared(evidence: ComparisonEvidence) -> Iterator[Finding]:
     if evidence.tensors and not coverage(tensor for tensor in evidence.tensors if not _is_lost(tensor)):
         yield _report_no_comparison(evidence)
         return
-    captures = list(gathered((id(worker.capture), worker) for worker in whole_workers).values())
+    captures = list(group_by_key((id(worker.capture), worker) for worker in whole_workers).values())
     if len(captures) > 1:
         yield from _captures_without_common_tensors(captures)
 
@@ -256,7 +256,7 @@ def _report_without_number(
     if files_text:
         message += f"; {files_text}"
         advice = _NEXT
-    labels = names_in(workers for _, workers in rows)
+    labels = union_of_workers(workers for _, workers in rows)
     return Finding(
         kind=kinds.NOTHING_COMPARED,
         severity="error",
@@ -353,7 +353,7 @@ def find_skipped(evidence: ComparisonEvidence) -> Iterator[Finding]:
     """Report the tensors and checks that were skipped, by stage and reason."""
     facts = {tensor.name for tensor in evidence.tensors if tensor.rule == Rule.LIMIT}
     for (stage, reason), skipped in _skipped_by_reason(evidence.tensors).items():
-        labels = in_order_of(evidence.workers, names_in(skipped.workers))
+        labels = in_order_of(evidence.workers, union_of_workers(skipped.workers))
         names = tuple(skipped.layers)
         noun = "check" if facts.issuperset(names) else "tensor"
         layers = list(dict.fromkeys(skipped.layers.values()))

@@ -111,7 +111,7 @@ def _record_updated(
         mapped(updated),
         digests=digests,
         tolerance=tolerance,
-        found=measure_stretches(updated, stretches()),
+        measure=measure_stretches(updated, stretches()),
         chunks=chunks,
     )
 

@@ -119,7 +119,7 @@ def judge(
             row,
             tensor.actual,
             digests=tensor.digests,
-            found=measure,
+            measure=measure,
             chunks=functools.partial(_chunks, tensor),
             diagnose=functools.partial(_diagnose, tensor),
             tolerance=tensor.tolerance,

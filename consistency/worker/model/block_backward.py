@@ -172,7 +172,7 @@ class Backward:
     """A model, inputs and a loss to go backward from."""
 
     model: torch.nn.Module
-    wanted: Mapping[str, torch.nn.Parameter]
+    parameters: Mapping[str, torch.nn.Parameter]
     """The only parameters that require a gradient, by name."""
     inputs: Activations
     loss: Loss
@@ -224,7 +224,7 @@ class _BackwardPass(BlockPass, ABC):
     def __init__(self, backward: Backward, given: Given, take: TakeGradient, sections: Sections) -> None:
         super().__init__(given, lambda *_: None, began=backward.began)
         self._backward = backward
-        self._wanted = backward.wanted
+        self._parameters = backward.parameters
         self._take_gradient = take
         self._sections = sections
         self._calls_made: list[_Call] = []
@@ -371,7 +371,7 @@ class _BackwardPass(BlockPass, ABC):
         for boundary in self._block_outputs:
             if boundary.outside is not None:
                 self._take_gradient(_gradient_name(boundary.place), boundary.outside)
-        for name in self._wanted:
+        for name in self._parameters:
             if name in self._parameter_gradients:
                 self._take_gradient(name, self._parameter_gradients[name])
 
@@ -412,7 +412,7 @@ class _BackwardPass(BlockPass, ABC):
         boundaries
             Boundaries whose given tensors get a gradient each; None for one that the terms do not depend on.
         """
-        leaves = [*(boundary.given for boundary in boundaries), *self._wanted.values()]
+        leaves = [*(boundary.given for boundary in boundaries), *self._parameters.values()]
         if not terms or not leaves:
             return [None] * len(boundaries)
         # the graph is kept: others go back through what a block reaches outside of it, such as a prefix, as well
@@ -423,7 +423,7 @@ class _BackwardPass(BlockPass, ABC):
             retain_graph=True,
             allow_unused=True,
         )
-        for name, gradient in zip(self._wanted, gradients[len(boundaries) :], strict=True):
+        for name, gradient in zip(self._parameters, gradients[len(boundaries) :], strict=True):
             if gradient is not None:
                 self._parameter_gradients[name] = _sum(self._parameter_gradients.get(name), gradient)
         return [None if gradient is None else gradient.detach() for gradient in gradients[: len(boundaries)]]

@@ -122,7 +122,7 @@ def _write(folder: Path, evidence: Evidence, parts: Parts) -> None:
 
     from consistency.numerics.digest import as_bytes
 
-    info = evidence.participant.info
+    info = evidence.worker.info
     variables = info.environment.get("variables")
     known = {str(k): str(v) for k, v in variables.items()} if isinstance(variables, dict) else {}
     facts = {
@@ -132,8 +132,8 @@ def _write(folder: Path, evidence: Evidence, parts: Parts) -> None:
         "message": evidence.finding.message,
         "tensor": evidence.name,
         "others": len(evidence.others),
-        "worker": evidence.participant.label,
-        "load_path": evidence.participant.load_path,
+        "worker": evidence.worker.label,
+        "load_path": evidence.worker.load_path,
         "planted": info.planted,
         "created": evidence.created,
         "host": evidence.host,
@@ -152,7 +152,7 @@ def _write(folder: Path, evidence: Evidence, parts: Parts) -> None:
     # the scripts print these, and a terminal obeys what a stranger's capture may have in them
     facts = {name: one_line(value) if isinstance(value, str) else value for name, value in facts.items()}
     scripts = {parts.script_name: parts.script, "shared.py": "shared.py"}
-    case = evidence.participant.case
+    case = evidence.worker.case
     if case.adapter is not None and case.factory is None and evidence.record.stage in _OF_MODEL:
         scripts["load_with_peft.py"] = "load_with_peft.py"
         facts.update(
@@ -179,7 +179,7 @@ def _write(folder: Path, evidence: Evidence, parts: Parts) -> None:
 
 def readme(evidence: Evidence, parts: Parts, scripts: Mapping[str, str]) -> str:
     """Return the text of the README."""
-    info = evidence.participant.info
+    info = evidence.worker.info
     kind = "".join(c for c in evidence.finding.kind if c.isalnum() or c in "- ")
     torch = _code(info.environment.get("torch"))
     lines = [
@@ -189,7 +189,7 @@ def readme(evidence: Evidence, parts: Parts, scripts: Mapping[str, str]) -> str:
         "",
         *(f"    {one_line(line)}" for line in evidence.finding.detail[:3]),
         "",
-        f"Found on {_code(evidence.participant.label)} ({_code(info.architecture)}, {_code(info.model)}), torch "
+        f"Found on {_code(evidence.worker.label)} ({_code(info.architecture)}, {_code(info.model)}), torch "
         f"{torch}. This folder has one of {1 + len(evidence.others)} tensors, {parts.window}.",
         "",
         *_made_by(evidence),

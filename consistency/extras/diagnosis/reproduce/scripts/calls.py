@@ -73,10 +73,10 @@ def main():
         return result.detach().to("cpu").reshape(-1)[start : start + window]
 
     def share_of(found):
-        return aten_calls.largest_share(found, expected, allowed, FACTS["limits"])[0]
+        return aten_calls.largest_ratio(found, expected, allowed, FACTS["limits"])[0]
 
     def text(result):
-        ratio, worst, whose = aten_calls.largest_share(result, expected, allowed, FACTS["limits"])
+        ratio, worst, whose = aten_calls.largest_ratio(result, expected, allowed, FACTS["limits"])
         got, exact, limit = (one.reshape(-1)[worst].item() for one in (result, expected, allowed))
         worst = f"element {start + worst}: got {got!r}, exact {exact!r}, tolerance +-{limit:.3g}"
         return f"{ratio:.3g} times the tolerance of {'an' if whose == 'element' else 'a'} {whose}; {worst}"
