@@ -66,6 +66,8 @@ _VOCABULARY = frozenset(
         "consistency", "file", "float64", "float32", "bfloat16", "float16", "equal", "within", "outside", "missing",
         "unexpected", "skipped", "blocked", "consistent", "inconsistent", "incomplete", "error", "warning", "note",
         "lost", "failed", "nan", "inf", "worker", "device", "model", "layer", "tensor", "isolated", "linux",
+        "an", "as", "at", "be", "by", "do", "gb", "go", "if", "in", "is", "it", "ms", "no", "of", "on", "or", "so",
+        "to",
     }
 )  # fmt: skip
 """Words that reports are made of: a host or user of such a name stays, because the report could not be read without."""
@@ -132,7 +134,7 @@ class Redaction:
         sayable_words = {
             word: placeholder
             for word, placeholder in self.given.items()
-            if len(word) > _SHORTEST and word.lower() not in _VOCABULARY
+            if len(word) >= _SHORTEST and word.lower() not in _VOCABULARY
         }
         self._replace_given = Replacements(sayable_words, r"(?<![\w./~<-])", r"(?![\w>-])")
         self._replace_names = Replacements(self.names, "(?<![A-Za-z0-9])", "(?![A-Za-z0-9])")
@@ -299,7 +301,7 @@ def _name_placeholders(report: Mapping[str, Any], texts: Iterable[str], users: I
     for text in texts:
         for match in _OTHER_BASE.finditer(text):
             name = match.group(1)
-            if len(name) > _SHORTEST and name.lower() not in _VOCABULARY:
+            if len(name) >= _SHORTEST and name.lower() not in _VOCABULARY:
                 names[name] = "<other-base>"
     hosts: dict[str, None] = {}
     for host in [*_hosts(report), platform.node()]:

@@ -273,9 +273,9 @@ def _overflow(compared: Sequence[ComparedWorker]) -> Iterator[Finding]:
 
     Blocks are compared on equal inputs, and one whose passes on the CPU overflow too is not.
     """
-    # workers by dtype and first block, which is empty where none is known
+    # workers, and their outputs, by dtype and first block, which is empty where none is known
     overflows: dict[tuple[str, str], dict[str, None]] = {}
-    outputs: dict[str, None] = {}
+    outputs: dict[tuple[str, str], dict[str, None]] = {}
     for worker in compared:
         forward = worker.records.stage(standard.FORWARD).values()
         records = [record for record in forward if not record.load_path]
@@ -285,8 +285,10 @@ def _overflow(compared: Sequence[ComparedWorker]) -> Iterator[Finding]:
             continue
         blocks = [record for record in records if OVERFLOWS in (record.reason or "")]
         first_block = min(blocks, key=lambda record: record.order).layer if blocks else ""
-        overflows.setdefault((overflowed[0].dtype, first_block), {})[worker.label] = None
-        outputs |= dict.fromkeys(tensor_name(*record.key) for record in overflowed)
+        dtype_and_block = overflowed[0].dtype, first_block
+        overflows.setdefault(dtype_and_block, {})[worker.label] = None
+        names = [tensor_name(*record.key) for record in overflowed]
+        outputs.setdefault(dtype_and_block, {}).update(dict.fromkeys(names))
     for (dtype, first_block), labels in overflows.items():
         statement = f"outputs are NaN or infinite in {dtype}, and finite in float64"
         where = f", first in {first_block}" if first_block else ""
@@ -297,7 +299,7 @@ def _overflow(compared: Sequence[ComparedWorker]) -> Iterator[Finding]:
             message=f"forward · {some(list(labels))} · {statement}{where}",
             general=f"forward · {statement}",
             workers=tuple(labels),
-            tensors=tuple(outputs),
+            tensors=tuple(outputs[dtype, first_block]),
             next=advice,
         )
 

@@ -166,6 +166,24 @@ def test_blocks_that_go_back_at_once_give_the_same(name: str) -> None:
         assert error <= 1e-4 * float(gradient.abs().max()) + 1e-7, place
 
 
+def test_gradients_are_summed_at_borders_only_where_the_sum_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks that go back on given gradients need no sum, which would stay in the device's memory to the end."""
+    passes = made("lora")
+    sums: list[torch.Tensor] = []
+    add = block_backward._Boundary.add
+
+    def noted(boundary: block_backward._Boundary, gradient: torch.Tensor) -> None:
+        sums.append(gradient)
+        add(boundary, gradient)
+
+    monkeypatch.setattr(block_backward._Boundary, "add", noted)
+    passes.exact()
+    assert sums
+    sums.clear()
+    passes.other(exact=False)
+    assert sums == []
+
+
 class Counting(torch.nn.Module):
     """Counts its calls, and answers otherwise each time, as a method that sets up its layers for one pass does."""
 

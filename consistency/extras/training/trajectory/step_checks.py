@@ -18,7 +18,7 @@ from consistency.capture.records import TensorRecord
 from consistency.devices.backends import CPU
 from consistency.extras.training.trajectory.passes import TrainingPasses
 from consistency.extras.training.trajectory.passes_of_steps import BY_BLOCKS, DRAWN
-from consistency.extras.training.trajectory.spec import TRAJECTORY
+from consistency.extras.training.trajectory.spec import STEPWISE, TRAJECTORY
 from consistency.extras.training.trajectory.yardstick import ExactTraining
 from consistency.numerics.file_tensor import mapped
 from consistency.numerics.rules import Rule
@@ -37,9 +37,6 @@ from consistency.worker.recorder import Skip
 from consistency.worker.training.backward import Tensors
 
 STAGE = TRAJECTORY
-
-STEPWISE = "steps"
-"""Tensor of the row that says why gradients are not judged."""
 
 OTHER_DECISIONS = "at {} of {} steps the device decides by other operations than float64: not judged there"
 
