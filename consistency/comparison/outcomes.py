@@ -142,7 +142,7 @@ class Outcome(Judgement, frozen=True, kw_only=True, gc=False):
 
 
 def worst_of(outcomes: Iterable[Outcome]) -> Outcome:
-    """Return the outcome that stands for several: the worst, and the first of those that are as bad."""
+    """Return the worst of several outcomes, which stands for all; of equally bad ones the first."""
     return max(outcomes, key=lambda outcome: outcome.badness)
 
 

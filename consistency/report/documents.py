@@ -205,7 +205,7 @@ def suite_document(suite: SuiteResult, view: View) -> Document:
 
 
 def _facts(suite: SuiteResult) -> list[str]:
-    """Return what was checked, in a few words each."""
+    """Return the facts of a suite, each in a few words: its cases, dtypes, workers, level, profile, time."""
     dtypes = dict.fromkeys(case.dtype for case in suite.cases if case.dtype)
     levels = dict.fromkeys(case.level for case in suite.cases if case.level)
     texts = [counted(len(suite.cases), "case"), ", ".join(dtypes), counted(len(suite.workers), "worker")]
@@ -289,7 +289,7 @@ def _label(group: Sequence[CaseResult], *, total: int) -> str:
 
 
 def _row(label: str, cases: Sequence[CaseResult], stages: Sequence[str], *, merges: bool) -> Row:
-    """Return the row of one case, or of several that share a row; `merges` is whether the table has that column."""
+    """Return the row of one case, or of several that share a row; `merges` adds the column on merging."""
     stage_cells = cells(cases[0]) if len(cases) == 1 else merged(map(cells, cases))
     row_cells: list[CellText] = [verdict_cell(cases[0].verdict)]
     row_cells += [cell_text(stage, stage_cells.get(stage)) for stage in stages]
@@ -307,7 +307,7 @@ def _row(label: str, cases: Sequence[CaseResult], stages: Sequence[str], *, merg
 
 
 def cells(case: CaseResult) -> dict[str, Cell]:
-    """Return the cell of each stage of a case, over all of its workers, also of those that another case checked."""
+    """Return a cell per stage of a case, over all of its workers; a stage that another case checked has one too."""
     by_stage = {stage: Cell(elsewhere=other_case) for stage, other_case in case.checked_elsewhere.items()}
     for stage in case.stages:
         errors = [f.kind for f in case.findings if f.severity == "error" and stage.stage in f.stages]

@@ -48,7 +48,7 @@ def findings_of(comparison: Comparison, folder: str | None = None) -> list[Findi
 
 
 def reproducible(comparison: Comparison) -> frozenset[int]:
-    """Return the numbers of the findings of which a capture beside the report has a tensor."""
+    """Return the numbers of the findings for which a capture beside the report has stored a tensor."""
     if comparison.captures:
         return frozenset()
     findings = enumerate(_with_hits(comparison), 1)
@@ -168,7 +168,7 @@ def _hits(finding: Finding, tensors: Mapping[str, Sequence[TensorComparison]]) -
 
 
 def _worst_element(hits: _Hits) -> Iterator[str]:
-    """Yield a line: against what, by which factor, in how many layers, and the worst element with what was allowed."""
+    """Yield a line with the reference, the ratio, the number of layers, and the worst element with its tolerance."""
     measured = [(tensor, row) for tensor, row in hits if tensor.rule in _MEASURED and row.max_abs is not None]
     if not measured:
         return

@@ -76,7 +76,7 @@ _OF_KIND = ("environment", "asked", "in_force")
 
 
 class Cohort(msgspec.Struct, frozen=True, kw_only=True):
-    """Workers of which the same is true.
+    """Workers for which the same facts hold.
 
     Attributes
     ----------
@@ -134,7 +134,7 @@ _WORKER_DEFAULTS = {field.name: _default(field) for field in msgspec.structs.fie
 
 
 class Environment(msgspec.Struct, frozen=True, kw_only=True):
-    """What workers of one kind share of their environments; what is a worker's own stands in its entry of `workers`."""
+    """Values that all workers of a kind have in their environments; a worker's other values are in its entry."""
 
     workers: tuple[str, ...]
     load_path: str
@@ -405,7 +405,7 @@ def _written(fields: Mapping[str, Any], always: Sequence[str], defaults: Mapping
 
 
 def _with_workers(entry: Any, convert: Callable[[Workers], Workers]) -> Any:
-    """Return an entry whose list of workers, and those of its consequences, went through `convert`."""
+    """Return an entry with `convert` applied to its list of workers, and to the lists of its consequences."""
     if isinstance(entry, Finding):
         consequences = (
             msgspec.structs.replace(consequence, workers=convert(consequence.workers))
@@ -424,7 +424,7 @@ def _largest(classes: tuple[Workers, ...]) -> tuple[Workers, ...]:
 
 
 def read(content: bytes) -> Comparison:
-    """Return the comparison of which a `report.json` was written.
+    """Return the comparison that a `report.json` was written from.
 
     Left out is what the file does not have: figures of rows that were joined, the smallest classes of bits, and hosts
     without a problem. A file may be a stranger's: cohorts are checked, and how much patterns stand for.
@@ -451,7 +451,7 @@ def named(table: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_cohorts(table: dict[str, Any], convert: Callable[[list[str]], list[str]]) -> dict[str, Any]:
-    """Return a decoded report in which the list of workers of each cohort went through `convert`."""
+    """Return a decoded report with `convert` applied to the list of workers of each cohort."""
     cohorts = [{**cohort, "workers": convert(cohort["workers"])} for cohort in table.get("cohorts") or ()]
     return {**table, "cohorts": cohorts}
 
@@ -484,7 +484,7 @@ class _Reader:
         return self._cohorts[number]
 
     def _as_read(self, workers: Workers) -> Workers:
-        """Return the names that a list of workers in the file stands for: itself, or those of a cohort."""
+        """Return the names that a list of workers in the file stands for: the list itself, or the names in a cohort."""
         if len(workers) == 1 and workers[0].startswith(_COHORT):
             return self._cohort(int(workers[0].removeprefix(_COHORT)))
         return workers

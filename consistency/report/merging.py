@@ -41,7 +41,7 @@ def merging_text(record: Merging) -> str:
 
 
 def merging_cell(records: Sequence[Merging]) -> str:
-    """Return the cell of one case, `0.98× merge`, or of several, which has their advices alone."""
+    """Return the cell of one case, `0.98× merge`; the cell of several cases has their advices alone."""
     words = []
     if len(records) == 1:
         words += [f"{_ratio_text(float(record.ratio))}×" for record in records if record.ratio is not None]
@@ -55,7 +55,7 @@ def merging_cell(records: Sequence[Merging]) -> str:
 
 
 def _change_texts(record: Merging) -> Iterator[str]:
-    """Yield by how much merging changes the outputs, and that in units of what rounding makes unavoidable."""
+    """Yield the change of the outputs by merging, and its ratio to the change that rounding makes unavoidable."""
     outputs = _outputs(record)
     if record.moved is None or record.must is None:
         # Without the changes that rounding alone makes, there are only errors against float64.

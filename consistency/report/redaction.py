@@ -49,7 +49,7 @@ _PUBLIC_PART = re.compile(r"/(?:(?:(?:site|dist)-packages|lib/python3[\d.]*)/.+|
 """The end of a path that is the same wherever a package is installed."""
 
 _OTHER_BASE = re.compile(rf"{re.escape(ANOTHER_BASE)}(.+?){re.escape(THIS_BASE)}")
-"""The name that the adapter's config has for the base: that of a folder, which the report has without its path."""
+"""The name of the base in the adapter's config: the name of a folder, which the report has without its path."""
 
 _IS_URL = re.compile(r"\A[A-Za-z][\w+.-]+://")
 
@@ -189,7 +189,7 @@ class Redaction:
         return self.value(value)
 
     def _command_word(self, word: str) -> str:
-        """Return a redacted word of a command line: a placeholder for all of it, or for what follows its `=`."""
+        """Return a redacted word of a command line: a placeholder for the whole word, or for the part after its `=`."""
         name, separator, value = word.partition("=")
         for start, remainder in (("", word), (name + separator, value)):
             if (private := remainder.rstrip("/")) in self.given:
@@ -219,7 +219,7 @@ class Redaction:
 
 
 def redaction_of(report: Mapping[str, Any], *, more: Iterable[str] = ()) -> Redaction:
-    """Collect the private names of a report, for it and everything that is made of it.
+    """Collect the private names of a report, to redact the report and every text that is made from it.
 
     Parameters
     ----------
@@ -369,7 +369,7 @@ def _is_path(text: object) -> TypeGuard[str]:
 
 
 def _commands(report: Mapping[str, Any]) -> Iterator[Sequence[str]]:
-    """Yield the command line of the report, and those of its captures."""
+    """Yield the command line of the report, and the command lines of its captures."""
     for record in (report, *(report.get("sources") or ())):
         if isinstance(record, Mapping) and isinstance(record.get("command"), (list, tuple)):
             yield [str(word) for word in record["command"]]
@@ -483,7 +483,7 @@ _IPV4 = re.compile(
     r"(?<![\w.:-])(?:25[0-5]|2[0-4]\d|1\d\d|[1-9]\d)(?:\.(?:25[0-5]|2[0-4]\d|1?\d?\d)){3}(?![\w.]\w|\w)"
     r"|(?<![\w.:-])(?:\d{1,3}\.){3}\d{1,3}(?=:\d)"
 )
-"""An address from 10.0.0.0 on, for what is below may be the version of a library; before a port, any address."""
+"""An address from 10.0.0.0 on, as a lower one may be the version of a library; before a port, any address."""
 
 _MAC = re.compile(r"(?i)(?<![\w:])(?:[0-9a-f]{2}[:-]){5}[0-9a-f]{2}(?![\w:])")
 _MAYBE_IPV6 = re.compile(r"(?i)(?<![\w:.])[0-9a-f]*:[0-9a-f]*:[0-9a-f:.]*[0-9a-f](?![\w:])")
@@ -582,7 +582,7 @@ class Replacements:
         return text
 
     def _replace(self, text: str, name: str, placeholder: str) -> str:
-        """Return a text without one name: a regular expression of each would take longer to compile than to use."""
+        """Return a text without one name. A regular expression per name would take longer to compile than to use."""
         pieces, end_of_last, start = [], 0, text.find(name)
         while start >= 0:
             end = start + len(name)

@@ -36,7 +36,10 @@ _SAID_BY_INCOMPLETE = frozenset({kinds.LOST_WORKER, kinds.FAILED_WORKER, kinds.L
 
 
 def facts(comparison: Comparison, elapsed_s: float | None = None) -> list[str]:
-    """Return what was checked, in a few words each; without `elapsed_s`, the time is the comparison's own."""
+    """Return the facts of a run, each in a few words: dtype, workers, tensors, load paths, level, profile, soak, time.
+
+    Without `elapsed_s`, the time is the comparison's own.
+    """
     if elapsed_s is None:
         elapsed_s = comparison.elapsed_s
     texts = [
@@ -171,7 +174,7 @@ def _verdict_sentence(comparison: Comparison) -> str:
 
 
 def _consistent_sentence(comparison: Comparison) -> str:
-    """State what agrees, or that a baseline accepts it; what was not compared; and the worst error."""
+    """State which parts agree, or are accepted by a baseline; which were not compared; and the worst error."""
     covered = coverage(comparison.tensors)
     accepted = sum(finding.accepted is not None for finding in comparison.findings)
     if accepted:

@@ -45,7 +45,7 @@ LEGEND = (
     ("rounding", "≤ 1.00", "correct rounding alone may use the whole tolerance of a half type"),
     *_legend_rows("outside", "blocked", "flagged", "elsewhere", "none"),
 )
-"""Kind of a cell, its mark, and what it means."""
+"""Kind of a cell, its mark, and the meaning of the mark."""
 
 NEARLY_ALL = 0.9  # of a tolerance
 
@@ -262,7 +262,7 @@ def _lines(
 def _shortened(
     lines: Sequence[Sequence[str]], cells: Mapping[str, Mapping[str, Cell]], reference: str | None
 ) -> list[list[Sequence[str]]]:
-    """Return the lines of workers of each row of an architecture: one line per row, and the last row has the others.
+    """Return lines of workers for the rows of an architecture: a line per row, and the last row has the other lines.
 
     Rows of their own are for the reference worker, then for mismatches before others, then for many workers before few.
     """

@@ -31,7 +31,7 @@ _AFTER_LOSS = (
 
 
 def find_damage(evidence: ComparisonEvidence) -> Iterator[Finding]:
-    """Report the captures, and parts of them, that could not be read."""
+    """Report captures that could not be read as a whole or in part."""
     for message in evidence.damage:
         yield Finding(kind=kinds.DAMAGED_CAPTURE, severity="error", message=message)
 

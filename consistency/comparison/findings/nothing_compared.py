@@ -345,7 +345,7 @@ _UNUSED = "these inputs do not reach it, or the model reads its weight itself, w
 
 @dataclass(slots=True)
 class _Skipped:
-    """Tensors that were skipped for one reason: the layer of each by its name, and the workers that skipped them."""
+    """The tensors that were skipped for one reason: layers by the name of the tensor, and sets of workers."""
 
     workers: list[Workers] = field(default_factory=list)
     layers: dict[str, str] = field(default_factory=dict)

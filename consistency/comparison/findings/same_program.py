@@ -1,4 +1,4 @@
-"""Devices of one model that ran one program on the same bytes, and differ: the odd ones, where a majority agrees.
+"""Find devices of one model that ran the same program on the same bytes and differ; name the minority.
 
 A majority is more than half of the devices that recorded the stage, agreeing bitwise in all of its tensors: no other
 set of devices that agree can then be as large, and it would take as many devices with the same wrong bits to name the
@@ -270,7 +270,7 @@ def _suffix(is_pinned: bool) -> str:
 
 _HOST, _PCI = "host", "PCI address"
 _PLACES = frozenset({_HOST, _PCI})
-"""Facts that name a single device as much as its own name does, and so tell nothing of one odd device alone."""
+"""Facts that say where a device is: of a single odd device they tell no more than its name does."""
 
 _IDENTITY = frozenset({"device_uuid"})
 _MOST_NAMED = 3

@@ -280,7 +280,7 @@ def find_transfers(evidence: ComparisonEvidence) -> Iterator[Finding]:
 
 
 def _report(matrix: Matrix, word: Word, pairs: Sequence[Pair], host_facts: HostFacts | None) -> Finding:
-    """Report the pairs of one machine whose copies are wrong in one way.
+    """Report the pairs of devices of a machine whose copies are wrong in the same way.
 
     Parameters
     ----------

@@ -104,6 +104,7 @@ def find_configs(evidence: ComparisonEvidence) -> Iterator[Finding]:
         settings = worker.records.get((standard.ADAPTER, SETTINGS_LAYER, RANK_AND_SCALING))
         if settings is not None:
             problems.add(worker.label, settings.evidence)
+    # workers that found the same problem share a finding: they read the same two files
     for remark, labels in problems.remarks.items():
         yield Finding(
             kind=remark.flaw,

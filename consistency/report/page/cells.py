@@ -297,7 +297,7 @@ class _ColumnWorkers:
         return {index: tuple(names) for index, names in names_by_column.items()}
 
     def classes(self, classes: tuple[Workers, ...]) -> Mapping[str, int]:
-        """Return the number of each worker's class; of the tensors of a stage most have the same classes."""
+        """Return the number of each worker's class; it is kept, as most tensors of a stage have the same classes."""
         if self._classes[0] is not classes:
             self._classes = classes, {name: number for number, names in enumerate(classes) for name in names}
         return self._classes[1]

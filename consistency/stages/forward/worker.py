@@ -98,7 +98,7 @@ Results = dict[str, torch.Tensor]
 """Results of modules on the CPU, by the names of their places."""
 
 PassReaders = dict[str, list[Callable[[str], torch.Tensor | None]]]
-"""By the name of the products, a function for each noisy pass: it returns the result of a name, None where none is."""
+"""Functions by the name of the products, one per noisy pass: each returns a result by its name, None without one."""
 
 NOT_JUDGED = "shown, not judged: over the whole model rounding errors add up, and a trained model amplifies them"
 
@@ -523,8 +523,9 @@ def _compute_in_float64(
     dtype = next(p.dtype for p in model.parameters() if p.dtype in UNIT_ROUNDOFF)
 
     def given(name: str, value: torch.Tensor) -> torch.Tensor:
-        kept = exact.given[given_name(mode, name)] = rounded(value, dtype)
-        return kept.to(value.dtype)
+        # rounded once: workers get these values in the tested dtype, and their exact results have to come from the same
+        block_input = exact.given[given_name(mode, name)] = rounded(value, dtype)
+        return block_input.to(value.dtype)
 
     def take(place: ResultPlace, result: torch.Tensor) -> None:
         exact.results[f"{mode}::{place}"] = as_exact(result, dtype)

@@ -83,7 +83,7 @@ class Computed:
 
     @property
     def key(self) -> tuple[bool | None, str]:
-        """Key of the tensor's measure among those of its layer: how it was merged, and its bits."""
+        """Key of the tensor's measure among the measures of its layer: the way of merging, and the bits."""
         return self.safe, self.bits
 
 
