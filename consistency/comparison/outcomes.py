@@ -57,9 +57,10 @@ class Graded:
 
     @property
     def share(self) -> float | None:
-        """Return error/tolerance; None for a tensor that is equal, or the exact value correctly rounded.
+        """Return error divided by tolerance; None for a tensor that is equal, or the exact value correctly rounded.
 
-        One rounding to a half type may use up the whole tolerance, and nothing is closer to the exact value.
+        For the latter the field `ratio` may be 1: one rounding to a half type may use up the whole tolerance, although
+        no number of that type is closer to the exact value.
         """
         if self.ratio is None or self.status == "equal" or (self.status == "within" and self.max_ulp == 0):
             return None
