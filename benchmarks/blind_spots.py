@@ -25,7 +25,7 @@ from benchmarks.comparers import SLOW, SUMMARIES, TORCH, Comparer, installed
 from benchmarks.generated_parts import show
 from benchmarks.state_dicts import answers
 from consistency.devices.discovery import cpu_info
-from consistency.numerics.diagnosis_moved import Known, diagnose_moved, diagnose_structure
+from consistency.numerics.diagnosis_moved import OtherContents, diagnose_moved, diagnose_structure
 from consistency.numerics.digest import digest
 from consistency.numerics.distance import measure
 from consistency.numerics.dtype import name_of
@@ -44,8 +44,8 @@ def word_of(actual: torch.Tensor, expected: torch.Tensor, *, others: Mapping[str
     structure = diagnose_structure(actual, expected)
     if structure is not None:
         return structure.word
-    known = Known(swapped=lambda tensor: (others or {}).get(digest(tensor).value))
-    return diagnose_moved(actual, expected, measure(actual, expected), known=known).word
+    other_contents = OtherContents(swapped=lambda tensor: (others or {}).get(digest(tensor).value))
+    return diagnose_moved(actual, expected, measure(actual, expected), other_contents=other_contents).word
 
 
 @functools.cache

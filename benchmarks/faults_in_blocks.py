@@ -118,7 +118,7 @@ def reference_of(folder: Path, dtype: str, *, backward: bool = False) -> Referen
 
 def _of_gradients(model: Any, inputs: dict[str, torch.Tensor]) -> Reference:
     wanted = {name: one for name, one in model.named_parameters() if "lora_" in name}
-    of = Backward(model=model, wanted=wanted, inputs=inputs, loss=of_outputs)
+    of = Backward(model=model, parameters=wanted, inputs=inputs, loss=of_outputs)
     with tempfile.TemporaryDirectory() as scratch:
         exact = in_float64(of, Track(Path(scratch) / "decisions.bin"))
     crossing = crossing_by(float64_reference.Reference.of_this_process(exact.given))

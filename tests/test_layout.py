@@ -63,7 +63,7 @@ def test_tests_stand_in_the_room_that_they_test() -> None:
 PACKAGE = TESTS.parent / "consistency"
 
 MANY_FILES = {
-    "causes.py": 3, "check.py": 3, "engine.py": 3, "folder.py": 4, "judging.py": 3, "merging.py": 4, "options.py": 3,
+    "causes.py": 3, "check.py": 3, "folder.py": 4, "judging.py": 3, "merging.py": 4, "options.py": 3,
     "reading.py": 3, "records.py": 3, "suite.py": 4,
 }  # fmt: skip
 """Names of more than two files."""
@@ -75,7 +75,7 @@ SHARED_BY_FOLDERS = {
 """What every stage, or every extra, has in the same place."""
 
 MANY_CLASSES = {
-    "Advice": 2, "Answer": 3, "Cell": 3, "Change": 2, "Computed": 2, "Engine": 2, "Judged": 2,
+    "Advice": 2, "Answer": 3, "Cell": 3, "Change": 2, "Computed": 2, "Judged": 2,
     "Part": 2, "Place": 2, "Session": 2, "Source": 3, "Subject": 2, "Tables": 2, "Trial": 2,
     "Verdict": 2, "View": 2,
 }  # fmt: skip

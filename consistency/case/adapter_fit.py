@@ -50,11 +50,11 @@ def check_files(base: Path | None, adapter: Path | None, *, allow_pickle: bool) 
     """
     # Swapped folders come first: each check below would report only a missing config.
     if base is not None and adapter is not None:
-        recognition.swapped(base, adapter)
+        recognition.refuse_swapped_folders(base, adapter)
     weights: Checkpoint | None = None
     base_config: dict[str, Any] = {}
     if base is not None:
-        recognition.base_folder(base)
+        recognition.refuse_base_without_config(base)
         base_config = read_json(base / "config.json", needed=("model_type",))
         weights = read_checkpoint(base, stem="model", pickle_stem="pytorch_model", allow_pickle=allow_pickle)
     if adapter is None:
@@ -75,7 +75,7 @@ def read_adapter(folder: Path, *, allow_pickle: bool) -> tuple[dict[str, Any], M
     InputError
         The folder is no adapter, PEFT does not know its method, or its file is damaged or has tensors without elements.
     """
-    recognition.adapter_folder(folder)
+    recognition.refuse_adapter_without_config(folder)
     config = read_json(folder / "adapter_config.json", needed=("peft_type",))
     recognition.check_method(config["peft_type"], folder / "adapter_config.json", config)
     weights = read_checkpoint(folder, stem="adapter_model", pickle_stem="adapter_model", allow_pickle=allow_pickle)

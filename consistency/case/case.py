@@ -20,12 +20,13 @@ def in_other_case(stage: str, case: str) -> str:
 
 
 class Fit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a case is cut to so that it fits; None leaves the choice to the level and to the stage.
+    """The smaller inputs of a case that would not fit into memory otherwise.
 
     Attributes
     ----------
     sequences, tokens : int or None
-        Inputs that are made: fewer than those of the level. The rest is not checked.
+        Number of sequences that are made, and of tokens in each: fewer than the level has. The inputs that are left out
+        are not checked. None leaves the number to the level and to the stage.
     """
 
     sequences: int | None = None
@@ -38,37 +39,39 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     Attributes
     ----------
     base : str
-        A folder, or `python:package.module:function`, a factory without arguments that returns a module. Empty where
-        only the host is checked: every stage is then one of `MODEL_LESS`.
+        Folder of the base model, or `python:package.module:function`, a factory without arguments that returns a
+        module. Empty where only the host is checked: every stage is then one of `MODEL_LESS`.
     adapter : str or None
-        None checks the base alone.
+        Folder of the adapter; None checks the base alone.
     adapters : tuple of NamedAdapter
-        Several adapters of one case, by the folders; `adapter` is then the first one.
+        The adapters of a case with several; `adapter` is then the folder of the first one. Empty with one or none.
     dtype : str
-        Dtype to load the base in; `auto` is the one that its config declares.
+        Dtype that the base is loaded in; `auto` is the dtype that its config declares.
     profile : str
-        `pinned` fixes every numerical setting, `deployed` none.
+        `pinned` fixes every numerical setting, `deployed` fixes none.
     settings : tuple of Switch
         Settings that the user chose on top of the profile.
     placement : str
-        Whether an accelerator holds the base, or `offload`: it stays on the host, and each layer is brought to the
-        device when it is needed. `auto` offloads a base that does not fit.
+        Memory that holds the base of an accelerator: its own, or with `offload` the host's, from which each layer is
+        brought to the device when it is needed. `auto` offloads a base that does not fit.
     load_paths : tuple of LoadPath or None
-        None leaves the choice to the level and the devices: isolated, and shared too where there are several
-        accelerators, each with the level's alternatives. An alternative includes its default path.
+        Ways to load base and adapter. None leaves the choice to the level and the devices: isolated, and shared too
+        where there are several accelerators, each with the level's alternatives. An alternative includes its default
+        path.
     inputs : str or None
-        None makes them from the model's config and, where the base has a tokenizer, from a text that the package
-        has; a `.txt` file is a text in its place, a `.safetensors` file has the inputs themselves.
+        File of the inputs: a `.txt` file has a text that they are made from, a `.safetensors` file has the inputs
+        themselves. None makes them from the model's config and, where the base has a tokenizer, from a text that the
+        package has.
     engine_outputs : tuple of EngineFile
-        Outputs of inference engines that are checked as those of a device are.
+        Outputs of inference engines, which are checked like the outputs of a device.
     repeat : int
-        Runs of each computed stage on each device.
+        Number of runs of each computed stage on each device.
     steps : int or None
-        Of training, in the stage `trajectory`; None where it was not asked for.
+        Number of steps of the training in the stage `trajectory`; None where that stage was not asked for.
     soak_s : float or None
-        How long every worker computes the same again after its stages.
+        Seconds for which every worker repeats its stages after they have run once; None for no soak.
     load : bool
-        Whether the device is kept busy during that.
+        Keep the device busy with other work during the soak.
     only : tuple of str
         `stage::layer` prefixes to check; empty checks everything.
     keep : bool
@@ -76,16 +79,16 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     tolerance : tuple of Override
         Tolerances that replace the derived bounds; the last one that matches a tensor applies.
     wrapper : str or None
-        A function that takes the plain base and returns it wrapped.
+        `package.module:function` that takes the plain base and returns it wrapped.
     device_map : str or None
         A further way to shard the base: `auto`, `balanced`, `sequential`, or a JSON file of module names to devices.
     host_checked_by : str
-        The case of the same suite that has the stages of the host, which this one then leaves out; empty where it is
-        this one, or where there is no other case.
+        Name of the case of the same suite that checks the host; this case then leaves out the stages of the host. Empty
+        where this case has them, or there is no other case.
     not_shared : str
-        Why its workers cannot see all devices, where they would otherwise; empty where they can.
+        Reason why no worker of the case may see all devices; empty where it may.
     fit : Fit
-        What it is cut to where memory is short.
+        Smaller inputs, where memory is short.
     """
 
     name: str
@@ -130,7 +133,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def tokens(self) -> int:
-        """Return how many tokens each of them has at most."""
+        """Return how many tokens a sequence has at most."""
         return self.fit.tokens or self.plan.tokens
 
     @property
@@ -144,7 +147,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def process_key(self) -> object:
-        """Return what cases share that run in one process, for libraries read some settings once in its life."""
+        """Return a key that is equal for cases that one process can run: libraries read some settings only once."""
         return (self.profile, self.settings)
 
     @property
@@ -170,7 +173,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return {stage: self.host_checked_by for stage in HOST_STAGES if stage not in self.stages}
 
     def not_checked(self) -> tuple[str, ...]:
-        """Return what this run does not check, for the report."""
+        """Return the parts of the case that this run does not check, a line of the report for each."""
         elsewhere = self.checked_elsewhere
         absent_stages = [
             stage for stage, spec in SPECS.items() if stage not in self.stages and spec.named_where_left_out

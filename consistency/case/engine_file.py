@@ -21,7 +21,15 @@ _WANTED = "NAME=FILE, with a name of letters, digits, _, . and -"
 
 
 class EngineFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The file of an engine's outputs, and the engine's name in reports."""
+    """A file with the outputs of an inference engine.
+
+    Attributes
+    ----------
+    name : str
+        Name of the engine in reports.
+    path : str
+        The safetensors file.
+    """
 
     name: str
     path: str

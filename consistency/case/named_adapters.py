@@ -26,7 +26,15 @@ _WANTED = "NAME=PATH, with a name of letters, digits, _ and -"
 
 
 class NamedAdapter(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """An adapter and its name; `path` is a folder, or a hub id until the case is prepared."""
+    """An adapter of a case with several, and its name.
+
+    Attributes
+    ----------
+    name : str
+        Name under which PEFT loads the adapter.
+    path : str
+        Folder of the adapter; until the case is prepared it may be an id of the Hugging Face hub.
+    """
 
     name: str
     path: str

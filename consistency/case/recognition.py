@@ -108,7 +108,7 @@ def has_tokenizer(folder: Path) -> bool:
     return any(_matches(name, _VOCABULARY) for name in _names(folder) or ())
 
 
-def base_folder(folder: Path) -> None:
+def refuse_base_without_config(folder: Path) -> None:
     """Raise InputError, which says what the folder is, unless it has the config of a base.
 
     Nothing is raised for a folder that cannot be read or is not recognised: reading its config says why.
@@ -136,7 +136,7 @@ def base_folder(folder: Path) -> None:
     _refuse(folder, names, role="base model", config=BASE_CONFIG, weights="model.safetensors")
 
 
-def adapter_folder(folder: Path) -> None:
+def refuse_adapter_without_config(folder: Path) -> None:
     """Raise InputError, which says what the folder is, unless it has the config of an adapter.
 
     Nothing is raised for a folder that cannot be read or is not recognised: reading its config says why.
@@ -159,7 +159,7 @@ def adapter_folder(folder: Path) -> None:
     _refuse(folder, names, role="adapter", config=ADAPTER_CONFIG, weights="adapter_model.safetensors")
 
 
-def swapped(base: Path, adapter: Path) -> None:
+def refuse_swapped_folders(base: Path, adapter: Path) -> None:
     """Raise InputError if the base is an adapter and the adapter is a base."""
     base_names = _names(base) or set()
     adapter_names = _names(adapter) or set()

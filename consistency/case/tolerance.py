@@ -30,24 +30,26 @@ _EXAMPLE = "stage=merged,layer=*.q_proj,dtype=bfloat16,atol=1e-3,rtol=1e-2"
 
 
 class Override(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The error that the elements of some computed tensors may have.
+    """A tolerance that a user gives for some computed tensors, in place of the derived bound.
+
+    An element may be off by `atol + rtol * |exact element|`.
 
     Attributes
     ----------
     atol : float
-        In the tensor's own unit; finite, 0 or more.
+        Absolute part, in the tensor's own unit; finite, 0 or more.
     rtol : float
-        Share of the exact element's magnitude; finite, 0 or more.
+        Relative part, a fraction of the exact element's magnitude; finite, 0 or more.
     stage : str or None
-        One of those that compute; None is all of them.
+        Stage that computes; None for every such stage.
     arch : str or None
         Pattern of `fnmatch`, in any case, on the name of the device's architecture (`Hopper sm_90`) or on one word of
-        it (`sm_90`, `hopper`, `AVX-512`). None is every architecture.
+        it (`sm_90`, `hopper`, `AVX-512`). None for every architecture.
     layer : str or None
-        Pattern of `fnmatch` on the layer's name as reports show it, case-sensitive; `*` matches dots too. None is
+        Pattern of `fnmatch` on the layer's name as reports show it, case-sensitive; `*` matches dots too. None for
         every layer.
     dtype : str or None
-        Of the tested tensor, not of its reference; None is every one.
+        Dtype of the tested tensor, not of its reference; None for every dtype.
     """
 
     atol: float

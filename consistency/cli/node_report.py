@@ -20,7 +20,7 @@ from consistency.text import one_line
 
 if TYPE_CHECKING:
     from consistency.devices.spec import DeviceInfo
-    from consistency.launch.engine import Watcher
+    from consistency.launch.scheduler import Watcher
     from consistency.worker.protocol import Event
 
 

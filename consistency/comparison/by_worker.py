@@ -7,13 +7,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from consistency.case import standard
-from consistency.comparison.outcomes import Workers, names_in
+from consistency.comparison.outcomes import Workers, union_of_workers
 from consistency.comparison.result import BAD, Comparison, Finding, TensorComparison, Verdict, WorkerSummary
 
 
 def verdicts(workers: Iterable[WorkerSummary], findings: Iterable[Finding]) -> dict[str, Verdict]:
     """Return a verdict by the name of each worker, on all load paths: `inconsistent` where an error names it."""
-    named_by_errors = names_in(finding.workers for finding in findings if finding.severity == "error")
+    named_by_errors = union_of_workers(finding.workers for finding in findings if finding.severity == "error")
     verdict_by_worker: dict[str, Verdict] = {}
     # a worker has a summary per load path: lost on one of them, it is incomplete
     for worker in workers:
@@ -109,4 +109,7 @@ def coverage(tensors: Iterable[TensorComparison]) -> dict[str, Coverage]:
         compared, wrong = sets_by_stage.setdefault(tensor.stage, ([], []))
         compared += (outcome.workers for outcome in judged)
         wrong += (outcome.workers for outcome in judged if outcome.status in BAD)
-    return {stage: Coverage(names_in(compared), names_in(wrong)) for stage, (compared, wrong) in sets_by_stage.items()}
+    return {
+        stage: Coverage(union_of_workers(compared), union_of_workers(wrong))
+        for stage, (compared, wrong) in sets_by_stage.items()
+    }

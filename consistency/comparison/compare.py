@@ -21,7 +21,7 @@ from consistency.comparison.findings.collect import collect
 from consistency.comparison.findings.evidence import ComparisonEvidence
 from consistency.comparison.merging import mergings
 from consistency.comparison.model_or_device import accuse_devices
-from consistency.comparison.outcomes import Status, Workers, gathered
+from consistency.comparison.outcomes import Status, Workers, group_by_key
 from consistency.comparison.records import Key, tables_of
 from consistency.comparison.result import (
     BAD,
@@ -209,10 +209,12 @@ def _may_fuse_attention(worker: ComparedWorker) -> bool:
 
 
 def _stages_not_soaked(workers: Sequence[ComparedWorker]) -> Iterator[str]:
-    """Name the stages that the soak of any worker did not repeat."""
+    """Name the stages that the soak of no worker repeated."""
     soaks = [worker.info.soak for worker in workers if worker.info.soak is not None]
-    stages = itertools.chain.from_iterable(soak.stages for soak in soaks)
-    not_soaked = {stage.stage: None for stage in stages if stage.reason is not None}
+    stages = list(itertools.chain.from_iterable(soak.stages for soak in soaks))
+    # a worker repeats only what its first run compared: copies between devices have no result on the CPU
+    repeated = {stage.stage for stage in stages if stage.reason is None}
+    not_soaked = dict.fromkeys(stage.stage for stage in stages if stage.stage not in repeated)
     if not_soaked:
         yield f"{', '.join(not_soaked)} during the soak"
 
@@ -338,7 +340,7 @@ def _first_tensors(
 
 def _architectures(workers: Sequence[ComparedWorker]) -> tuple[ArchitectureGroup, ...]:
     """Return the architectures of the workers, in the order of the workers."""
-    labels_by_architecture = gathered(dict.fromkeys((worker.info.architecture, worker.label) for worker in workers))
+    labels_by_architecture = group_by_key(dict.fromkeys((worker.info.architecture, worker.label) for worker in workers))
     return tuple(
         ArchitectureGroup(name=architecture, workers=tuple(labels))
         for architecture, labels in labels_by_architecture.items()

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 _ABSENT = frozenset({"missing", "unexpected", "skipped", "blocked"})
 FILE, FLOAT64, PAYLOAD = "file", "float64", "payload"
-"""What a row is compared with, where it is no other worker."""
+"""Names of references that are no other worker: the bytes of a file, an exact result, the bytes that were sent."""
 
 _MOST_BLOCKS = 64
 
@@ -48,8 +48,9 @@ NO_RECORD = "missing on this worker"
 
 
 def judge(worker: ComparedWorker, reference: ComparedWorker, key: Key) -> Outcome:
-    """Judge what a worker recorded of a tensor, or why it recorded nothing."""
+    """Judge a worker's record of a tensor, or its lack of one, against the reference worker's record."""
     record, expected = worker.records.get(key), reference.records.get(key)
+    # first whether there is anything to judge, then the rule: a rule reads figures that a skipped record has not
     if record is None:
         return _unseen(worker, reference, key)
     if record.status in _ABSENT:
@@ -79,6 +80,7 @@ def judge(worker: ComparedWorker, reference: ComparedWorker, key: Key) -> Outcom
 def _unseen(worker: ComparedWorker, reference: ComparedWorker, key: Key) -> Outcome:
     """Judge a tensor without a record: the worker was lost, the stage failed, or nothing excuses it."""
     stage = key[0]
+    # in this order: a lost worker explains every stage that it did not reach
     if worker.info.status != "ok":
         return _not_judged(worker, "blocked", f"the worker was lost before it: {worker.info.reason}")
     # the stage ended before this tensor, or could not begin: its failure is a finding of its own
@@ -183,8 +185,9 @@ def _moved_from_other_file(
 ) -> Outcome:
     """Judge bytes that differ from the reference worker's file, where the worker's own file differs from that, too."""
     difference = _difference(worker, record, reference, expected, expected.reference_blob)
-    own_file = record.digest == record.reference_digest
-    if own_file and "converted" in record.evidence:  # each worker computed it from its file by its own kernels
+    has_own_file = record.digest == record.reference_digest
+    # each worker computed the weight from its file by its own kernels, which may round otherwise
+    if has_own_file and "converted" in record.evidence:
         return _measured(
             worker,
             record,
@@ -194,7 +197,7 @@ def _moved_from_other_file(
             word=words.RECOMPUTED,
             evidence=difference.evidence,
         )
-    about_own_file = "matches its own file" if own_file else "does not match its own file either"
+    about_own_file = "matches its own file" if has_own_file else "does not match its own file either"
     evidence = {**difference.evidence, "own_file": about_own_file}
     # neither tensor was stored: the digests of their blocks still tell where they differ
     if difference.measure is None and difference.word is None:
@@ -208,7 +211,7 @@ def _moved_from_other_file(
         word=difference.word or words.DIFFERS,
         evidence=evidence,
     )
-    return msgspec.structs.replace(row, own_file=own_file, unread=difference.unread)
+    return msgspec.structs.replace(row, own_file=has_own_file, unread=difference.unread)
 
 
 def _sent(worker: ComparedWorker, record: TensorRecord) -> Outcome:
@@ -238,7 +241,8 @@ def _relative(
     if rounding is None:
         unknown = "the rounding error in this dtype is unknown without the CPU: add cpu to --devices"
         return _not_judged(worker, "skipped", record.reason or unknown)
-    if record.dtype == "float16" and not math.isfinite(rounding.largest):  # the range of the others suffices
+    # of the tested dtypes float16 alone has a range that values of a model exceed
+    if record.dtype == "float16" and not math.isfinite(rounding.largest):
         overflow = (
             "the CPU's own values overflow float16 (largest value 65504): there is no rounding error to compare with"
         )
@@ -249,7 +253,8 @@ def _relative(
     has_reference_bits = expected is not None and record.digest == expected.digest
     if record.stage == "base" and status == "within" and has_reference_bits:
         row = _measured(worker, record, measure, status="equal", reference=reference.label)
-    elif status == "within" and 0 < float(measure.magnitude) <= allowed:  # where all is zero, zeros are right
+    # zeros in place of the values would pass, unless the values are zeros
+    elif status == "within" and 0 < float(measure.magnitude) <= allowed:
         row = _measured(worker, record, measure, status="skipped", reference=FLOAT64)
         reason = _why_too_wide(record.dtype, rounding, float(measure.magnitude))
         return msgspec.structs.replace(row, word=None, reason=reason)
@@ -268,7 +273,7 @@ def _rounding_for(
     """
     # where workers multiply in several precisions, the record has the rounding error of this worker's products
     has_own_products = record.stage != standard.BASE and (worker.products or reference.products)
-    # at a step of a training, at this worker's own parameters before it
+    # the noisy passes of a step of a training start from this worker's own parameters, which no other worker has
     has_own_noise = SPECS[Stage(record.stage)].own_noise
     if has_own_products or has_own_noise:
         return record.rounding
@@ -296,10 +301,10 @@ def _is_unknown(measure: Measure) -> bool:
 def _block(
     worker: ComparedWorker, reference: ComparedWorker, record: TensorRecord, expected: TensorRecord | None
 ) -> Outcome:
-    """Return what a worker judged by rounding errors, as it or another worker of its capture measured them.
+    """Judge a result by the rounding errors that the worker, or another worker of its capture, measured.
 
-    Where they are more than twice those that the reference worker measured, they are no yardstick: passes with noise on
-    a CPU whose kernels are wrong would excuse these. The ratio is as much larger then.
+    Rounding errors that are more than twice the reference worker's are no yardstick: noisy passes on a CPU whose
+    kernels are wrong would excuse these kernels. The ratio is multiplied by the excess then.
     """
     measure = record.measure
     if measure is not None and _is_unknown(measure):
@@ -349,7 +354,8 @@ def _peer(
     worker: ComparedWorker, reference: ComparedWorker, record: TensorRecord, expected: TensorRecord | None
 ) -> Outcome:
     """Judge by the reference worker alone: no exact value is known."""
-    if record.status == "outside":  # the worker itself found it wrong
+    # a worker may know by itself that a result is wrong, whatever the reference worker has
+    if record.status == "outside":
         return _measured(worker, record, record.measure, status="outside", reference=None)
     if expected is None or expected.digest is None:
         return _measured(

@@ -25,7 +25,7 @@ FindingKind = NewType("FindingKind", str)
 """The subject of a finding that is no difference of tensors; `known` returns all kinds of findings."""
 
 _DECLARED: dict[str, bool] = {}
-"""By kind: whether such a finding reports a part that could not be checked."""
+"""Whether a finding reports a part that could not be checked, by its kind."""
 
 
 def declare(name: str, *, unseen: bool = False) -> FindingKind:

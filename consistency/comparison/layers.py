@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import msgspec
 
 from consistency.case import standard
-from consistency.comparison.outcomes import Graded, Workers, gathered
+from consistency.comparison.outcomes import Graded, Workers, group_by_key
 from consistency.comparison.result import Comparison, Outcome, Status, TensorComparison, tensor_name
 from consistency.numerics.real import Real
 from consistency.numerics.rules import Rule
@@ -177,7 +177,7 @@ class Block:
 
 def blocks_of(layers: Iterable[LayerComparison]) -> list[Block]:
     """Fold layers by stage, load path and block, each in the place of its first layer."""
-    layers_by_block = gathered(((layer.stage, layer.load_path, block_of(layer.layer)), layer) for layer in layers)
+    layers_by_block = group_by_key(((layer.stage, layer.load_path, block_of(layer.layer)), layer) for layer in layers)
     return [
         Block(stage=stage, load_path=load_path, name=name, members=tuple(members))
         for (stage, load_path, name), members in layers_by_block.items()
@@ -199,7 +199,7 @@ class ByArchitecture:
 
     def _split(self, workers: Workers) -> dict[str, Workers]:
         """Return the workers of each architecture; workers without one are under an empty name."""
-        by_architecture = gathered((self.of.get(worker, ""), worker) for worker in workers)
+        by_architecture = group_by_key((self.of.get(worker, ""), worker) for worker in workers)
         return {architecture: tuple(members) for architecture, members in by_architecture.items()}
 
     def _join(self, sets: tuple[Workers, ...]) -> Workers:

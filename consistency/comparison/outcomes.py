@@ -57,9 +57,10 @@ class Graded:
 
     @property
     def share(self) -> float | None:
-        """Return error/tolerance; None for a tensor that is equal, or the exact value correctly rounded.
+        """Return error divided by tolerance; None for a tensor that is equal, or the exact value correctly rounded.
 
-        One rounding to a half type may use up the whole tolerance, and nothing is closer to the exact value.
+        For the latter the field `ratio` may be 1: one rounding to a half type may use up the whole tolerance, although
+        no number of that type is closer to the exact value.
         """
         if self.ratio is None or self.status == "equal" or (self.status == "within" and self.max_ulp == 0):
             return None
@@ -142,7 +143,7 @@ class Outcome(Judgement, frozen=True, kw_only=True, gc=False):
 
 
 def worst_of(outcomes: Iterable[Outcome]) -> Outcome:
-    """Return the outcome that stands for several: the worst, and the first of those that are as bad."""
+    """Return the worst of several outcomes, which stands for all; of equally bad ones the first."""
     return max(outcomes, key=lambda outcome: outcome.badness)
 
 
@@ -150,7 +151,7 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 
-def gathered(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
+def group_by_key(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
     """Return the values of each key, both in the order in which they came."""
     values_by_key: dict[K, list[V]] = {}
     for key, value in pairs:
@@ -158,7 +159,7 @@ def gathered(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
     return values_by_key
 
 
-def names_in(sets: Iterable[tuple[str, ...]]) -> dict[str, None]:
+def union_of_workers(sets: Iterable[tuple[str, ...]]) -> dict[str, None]:
     """Return the workers of many sets, each once, in order.
 
     A set that is met again costs nothing: equal sets are one object, so the identity tells them apart.

@@ -26,14 +26,14 @@ overflows."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Products:
-    """How products may be computed.
+    """The precision in which products may be computed.
 
     Attributes
     ----------
     matmul, convolution : Precision
-        Of float32 products.
+        Precision of float32 products in matrix products and in convolutions.
     partial_terms : mapping of str to int
-        Half types whose partial sums may be stored in that type instead of in float32, and the terms of each.
+        Number of terms in a partial sum, by the half type that may store it in place of float32.
     """
 
     matmul: Precision = Precision.FLOAT32

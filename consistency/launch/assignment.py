@@ -20,10 +20,10 @@ from consistency.case.tolerance import of_architecture
 from consistency.devices.spec import DeviceIdentity
 from consistency.errors import CaptureError, ConsistencyError, InputError, UnusableDeviceError, UsageError
 from consistency.launch.change import Change
-from consistency.launch.engine import Limits
 from consistency.launch.environment import torch_device
 from consistency.launch.open_case import OpenCase
 from consistency.launch.plan import WorkerPlan, settings_of
+from consistency.launch.scheduler import Limits
 from consistency.worker.protocol import (
     CANNOT_WRITE,
     DEVICE_FAILED,

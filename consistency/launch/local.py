@@ -23,12 +23,12 @@ from consistency.capture.writer import CaptureWriter
 from consistency.case.stages import SPECS, stages_of
 from consistency.devices.host import read_host
 from consistency.launch.assignment import Assignment, Ended
-from consistency.launch.engine import Captured, Limits, Task, Watcher
 from consistency.launch.environment import shared_out, worker_threads
 from consistency.launch.forked import Importers
 from consistency.launch.open_case import OpenCase
 from consistency.launch.plan import in_lanes, merged_waves, side_by_side
 from consistency.launch.process import WorkerProcess, environment_of
+from consistency.launch.scheduler import Captured, Limits, Task, Watcher
 from consistency.worker.protocol import Event, RankGroup, lost_rank
 
 POLL_S = 0.05
@@ -38,7 +38,7 @@ _WAITED_FOR = stages_of(lambda spec: spec.feeds_inputs)
 """Stages whose float64 values one worker computes for all."""
 
 
-class LocalEngine:
+class LocalScheduler:
     """Run every worker on this host.
 
     Parameters
@@ -52,7 +52,7 @@ class LocalEngine:
         self._importers = importers
 
     def capture(self, task: Task, *, watch: Watcher, replace: bool = False) -> Generator[Captured]:
-        """Run the cases on this host: see `consistency.launch.engine.Engine`."""
+        """Run the cases on this host: see `consistency.launch.scheduler.Scheduler`."""
         with ExitStack() as stack:
             scratch = stack.enter_context(scratch_folder("workers"))
             cases = []

@@ -17,8 +17,8 @@ from consistency.case import standard
 from consistency.case.load_path import LoadPath
 from consistency.devices.host import HostFacts, since
 from consistency.errors import ConsistencyError
-from consistency.launch.engine import Captured, CaseTask
 from consistency.launch.plan import WorkerPlan
+from consistency.launch.scheduler import Captured, CaseTask
 
 
 @dataclass(slots=True, kw_only=True)

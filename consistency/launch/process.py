@@ -15,9 +15,9 @@ from consistency.capture.writer import cannot_write, write_json
 from consistency.devices.interpreter import python_command
 from consistency.launch.assignment import JOBS, Assignment, Ended
 from consistency.launch.change import Change
-from consistency.launch.engine import Limits, Watcher
 from consistency.launch.environment import worker_environment
 from consistency.launch.forked import ForkedProcess, Importers
+from consistency.launch.scheduler import Limits, Watcher
 from consistency.worker.protocol import EventLog
 
 DUMP_GRACE_S = 5.0  # faulthandler writes its stacks in milliseconds, unless the process is swapping

@@ -36,7 +36,7 @@ _REFUSED = re.compile(r"set_|.*resize.*|from_file|record_stream|.*storage.*")
 PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}
 """Products of two matrices, and where the first is among their arguments."""
 _MOST_TRIED = 6
-"""Most operations, and most calls of one operation, that are looked at for a cause: each takes a run of all calls."""
+"""Most operations, and calls of one operation, that are tried as a cause: each try takes a run of all calls."""
 
 _WORDS = ("none", "tanh", "floor", "trunc")
 """Strings that may be arguments: how GELU is approximated, how a quotient is rounded."""
@@ -309,7 +309,7 @@ def _widened(value: Any) -> Any:
     return _WIDE if value in _NARROW else value
 
 
-def largest_share(
+def largest_ratio(
     actual: torch.Tensor, expected: torch.Tensor, allowed: torch.Tensor, limits: Mapping[str, float] | None = None
 ) -> tuple[float, int, str]:
     """Return the largest ratio of error to tolerance, the number of the worst element, and whose error it is.

@@ -125,7 +125,9 @@ class LowRankProduct:
         self.base = None if base is None else base.detach()
         self.rows, self.rank, self.columns = len(self.left), *self.right.shape
         width = max(1, self.columns)
+        # enough rows that BLAS is quick and a block has two chunks, few enough that a wide block has 4 MiB at most
         self._rows_per_block = max(1, min(max(_BLOCK // width, _BLAS_ROWS), _LARGEST_BLOCK // width))
+        # a stretch has whole blocks
         self.rows_per_stretch = self._rows_per_block * max(1, _STRETCH // (self._rows_per_block * width))
 
     def stretches(self, tensors: Sequence[LowRankTensor], rows: range) -> Iterator[tuple[Stretch, ...]]:
@@ -133,6 +135,7 @@ class LowRankProduct:
 
         Exact values are valid until the next tuple is drawn, for their memory is used again.
         """
+        # the sums of magnitudes cost a second product, which a user's tolerance has no use for
         needs_sizes = any(isinstance(tested.allowance, Allowance) for tested in tensors)
         step = self.rows_per_stretch
         products = np.empty((2, min(step, len(rows)), self.columns))
@@ -223,7 +226,9 @@ def exact_chunks(
                 tolerance = allowed.around(reference[within])
             elif isinstance(allowed, torch.Tensor):
                 tolerance = allowed.reshape(-1)[part].numpy()
+            elif allowed is not None:
+                tolerance = np.full(len(reference[within]), allowed)
             else:
-                tolerance = None if allowed is None else np.full(len(reference[within]), allowed)
+                tolerance = None
             base_part = None if flat_base is None else flat_base[part]
             yield Chunk(start=start, actual=flat[within], exact=reference[within], allowed=tolerance, base=base_part)

@@ -365,6 +365,7 @@ def _selected(*, values: bool, dim: DimensionOf) -> Decide:
 
     def decide(func: Any, args: Arguments, kwargs: Mapping[str, Any]) -> Decided:
         result, x, dimension = func(*args, **kwargs), args[0], dim(func, args, kwargs)
+        # a single number is chosen whatever it is
         if not is_real(x) or x.dim() == 0:
             return result, None
         indices = result[1] if values else result
@@ -373,6 +374,7 @@ def _selected(*, values: bool, dim: DimensionOf) -> Decide:
             decided = indices.reshape(-1)
         else:
             operand, axis = x, dimension % x.dim()
+            # without keepdim the result has one dimension less than the operand
             decided = indices if indices.dim() == x.dim() else indices.unsqueeze(axis)
 
         def force(wanted: torch.Tensor) -> Any:

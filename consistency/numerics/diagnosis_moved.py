@@ -45,7 +45,7 @@ def _find_nothing(_: torch.Tensor) -> str | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Known:
+class OtherContents:
     """Other contents that a tensor may hold instead of its bytes."""
 
     poison: int | None = None
@@ -68,7 +68,7 @@ def diagnose_structure(actual: torch.Tensor, expected: torch.Tensor) -> Diagnosi
 
 
 def diagnose_moved(
-    actual: torch.Tensor, expected: torch.Tensor, measure: Measure, *, known: Known | None = None
+    actual: torch.Tensor, expected: torch.Tensor, measure: Measure, *, other_contents: OtherContents | None = None
 ) -> Diagnosis:
     """Diagnose a tensor whose bytes were only moved.
 
@@ -78,21 +78,21 @@ def diagnose_moved(
         On the CPU, of equal shape and dtype. If their bits are equal there is nothing to diagnose: `differs`.
     measure : Measure
         How far `actual` is from `expected`.
-    known : Known, optional
+    other_contents : OtherContents, optional
         Other contents that the tensor may hold.
     """
     if measure.mismatched == 0:
         return Diagnosis(word=words.DIFFERS)
-    known = known or Known()
+    other_contents = other_contents or OtherContents()
     pair = _Pair(actual, expected, measure)
     # NaN and infinity come twice: before the rules on values where nothing else is wrong, and after them
     answer = first_answer(
         (
-            lambda: _never_written(pair, known.poison),
+            lambda: _never_written(pair, other_contents.poison),
             lambda: _zeros(pair),
-            lambda: _fresh_init(pair, known.initial),
-            lambda: _holds(pair, words.SWAPPED, known.swapped),
-            lambda: _holds(pair, words.STALE, known.stale),
+            lambda: _fresh_init(pair, other_contents.initial),
+            lambda: _holds(pair, words.SWAPPED, other_contents.swapped),
+            lambda: _holds(pair, words.STALE, other_contents.stale),
             lambda: _signed_zero(pair),
             lambda: _permuted(pair),
             lambda: _bit_flip(pair),

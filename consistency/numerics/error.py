@@ -36,8 +36,11 @@ class ErrorMeter:
 
     def __init__(self, dtype: torch.dtype) -> None:
         kind = name_of(dtype)
-        kernel = trust.trusted(errors_in(kind)) if kind in KINDS else None
-        self._compiled = None if kernel is None else CompiledErrors(kernel)
+        self._compiled: CompiledErrors | None = None
+        if kind in KINDS:
+            kernel = trust.trusted(errors_in(kind))
+            if kernel is not None:
+                self._compiled = CompiledErrors(kernel)
         self._by_numpy = ErrorTally()
 
     def add(self, stretch: Stretch) -> None:
@@ -64,6 +67,7 @@ def measure_low_rank(tensors: Sequence[LowRankTensor], product: LowRankProduct) 
     actual = [tested.actual for tested in tensors]
 
     def add_up(stretch_numbers: range) -> list[ErrorTally]:
+        # the last stretch may have fewer rows
         rows = range(stretch_numbers.start * step, min(product.rows, stretch_numbers.stop * step))
         return _add_up(actual, product.stretches(tensors, rows))
 
@@ -143,7 +147,7 @@ def _on_threads(
     tensors: Sequence[Readable], add_up: Callable[[range], list[ErrorTally]], count: int, elements: int
 ) -> list[Measure]:
     """Measure tensors by a function that tallies a range of parts; the parameters are those of `measure_in_parts`."""
-    # a small tensor is measured on this thread alone
+    # a small tensor is measured on this thread alone: see `_ELEMENTS_PER_THREAD`
     threads = max(1, min(torch.get_num_threads(), count * elements // _ELEMENTS_PER_THREAD))
     step = max(1, -(-count // threads))
     ranges = [range(start, min(count, start + step)) for start in range(0, count, step)]
@@ -157,8 +161,9 @@ def _on_threads(
 
 
 def _measure_of_tally(tally: ErrorTally, tensor: Readable) -> Measure:
+    """Return the measure of a whole tensor, with the values of its worst element."""
     shape = tuple(tensor.shape)
-    n = max(1, math.prod(shape))
+    n = max(1, math.prod(shape))  # of no elements the means are 0
     worst_fields = NO_WORST
     if tally.worst is not None:
         worst_fields = _worst_fields(tally.worst, mapped(tensor), shape, tally.ratio)
@@ -182,9 +187,13 @@ def _worst_fields(
 ) -> dict[str, Any]:
     """Return the fields of `Measure` on the worst element, whose error is `ratio` times its tolerance."""
     actual = tensor[tuple(map(int, np.unravel_index(worst.index, shape)))]
+    # bits are shown of the nearest number that the tensor could have held
     rounded = torch.tensor(worst.exact, dtype=torch.float64).to(tensor.dtype)
     fields = describe_worst(worst.index, shape, actual, rounded, worst.exact)
-    allowed = None if ratio is None else _allowed(abs(float(actual) - worst.exact), ratio)
+    allowed: Real | None = None
+    if ratio is not None:
+        # a tally keeps no tolerance of its worst element: it follows from the error and the ratio
+        allowed = _allowed(abs(float(actual) - worst.exact), ratio)
     return {**fields, "allowed": allowed}
 
 

@@ -105,24 +105,24 @@ class ErrorFigures:
 
     @property
     def ratio(self) -> float:
-        """The largest of the three ratios; NaN if any is NaN."""
+        """Return the largest of the three ratios; NaN if any is NaN."""
         ratios = (self.row, self.element, self.scale)
         if any(map(math.isnan, ratios)):
             return math.nan
         return max(ratios)
 
-    def stated(self, found: Measure) -> Measure:
+    def stated(self, measure: Measure) -> Measure:
         """Return the measure with the largest figure as its ratio, and the tolerance that gives its error this ratio.
 
         The error is that of the element with the measure's own ratio, where it has one, else the largest. The tolerance
         is None where the new ratio is zero, or one of both is not finite.
         """
-        error = float(found.max_abs)
-        if found.allowed is not None and found.ratio is not None:
-            error = float(found.ratio) * float(found.allowed)
+        error = float(measure.max_abs)
+        if measure.allowed is not None and measure.ratio is not None:
+            error = float(measure.ratio) * float(measure.allowed)
         has_tolerance = 0 < self.ratio < math.inf and math.isfinite(error)
         allowed = Real(error / self.ratio) if has_tolerance else None
-        return msgspec.structs.replace(found, ratio=Real(self.ratio), allowed=allowed)
+        return msgspec.structs.replace(measure, ratio=Real(self.ratio), allowed=allowed)
 
     def evidence(self) -> dict[str, float]:
         """Return the ratio of each figure to its limit, by the name that a record has for it."""
@@ -130,7 +130,8 @@ class ErrorFigures:
 
     @property
     def word(self) -> Word | None:
-        """`wrong-scale` where the scale is off and no row or element is; None where the figures alone tell nothing."""
+        """Return `wrong-scale` where the scale is off and no row or element is; None where the figures tell no word."""
+        # a row or an element that is off may put the scale off as well, so the scale is blamed only where it is alone
         is_wrong_scale = self.scale > 1 >= max(self.row, self.element)
         return words.WRONG_SCALE if is_wrong_scale else None
 
@@ -238,6 +239,7 @@ class _Passes:
             self._kept_errors = [self._errors_in(part) for part in self._parts]
         # a massive column would stand for its whole row, so rows are measured again in units of their columns
         self._rows, self._freedom = self._mean_squares(None), 1.0
+        # columns are measured in units of rows, and rows of columns: each round makes the other's units better
         for _ in range(2):
             columns = self.factors(range(len(drawn)))[1]
             self._rows = self._mean_squares(columns)

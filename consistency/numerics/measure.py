@@ -1,4 +1,4 @@
-"""How far a tensor is from its reference, as the numerics return it and records state it. No torch here."""
+"""The measured difference of a tensor from its reference, which the numerics return and records hold. No torch here."""
 
 from __future__ import annotations
 
@@ -11,36 +11,42 @@ from consistency.numerics.real import Real
 
 # `gc=False`: decoded JSON holds no cycles, and a fleet has millions of these for the collector to walk in vain
 class Measure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True, gc=False):
-    """How far a tensor is from its reference. Raw values; rounding happens where they are shown.
+    """The difference of a tensor from its reference. Values are exact; they are rounded where they are shown.
 
     Attributes
     ----------
     elements, mismatched : int
-        All elements, and those whose bits differ from the reference (an exact one is first rounded to the dtype).
+        Number of all elements, and of those whose bits differ from the reference. An exact reference is rounded to the
+        tensor's dtype first.
     max_abs, mean_abs, rms : float
-        Of the difference, in the tensors' own unit, in float64. NaN where one side alone is NaN.
+        Largest, mean and root mean square difference, in the tensors' own unit, computed in float64. NaN where one side
+        alone is NaN.
     max_rel : float
-        Largest difference over the magnitude of the reference; infinite where that is zero or the difference infinite.
+        Largest difference divided by the magnitude of the reference; infinite where that is zero or the difference
+        infinite.
     max_ulp : int or None
-        In units in the last place of the dtype; None where it is not defined (NaN on one side, no float).
+        Largest difference in units in the last place of the dtype; None where it is not defined (NaN on one side, or no
+        floating-point numbers).
     ratio : float or None
-        Largest difference over what is allowed for that element; None for a bitwise rule.
+        Largest difference divided by the tolerance of its element; None for a bitwise rule.
     allowed : float or None
-        What is allowed for that element, in the tensors' own unit; None where its difference or its ratio is zero, or
+        Tolerance of the worst element, in the tensors' own unit; None where its difference or its ratio is zero, or
         no number.
     worst_index : tuple of int or None
-        Index of the element that is worst by `ratio`, or by difference; None where all bits are equal.
+        Index of the worst element, by `ratio` or else by difference; None where all bits are equal.
+    worst_actual, worst_expected : float or None
+        Values of the worst element.
     worst_actual_bits, worst_expected_bits : str or None
-        Hexadecimal, most significant digit first.
+        Bits of the worst element in hexadecimal, most significant digit first.
     flipped_bits : dict of int to int
-        For a bitwise comparison: how many elements differ in that bit; 0 is the least significant.
+        For a bitwise comparison, the number of elements that differ in a bit, by the bit; 0 is the least significant.
     first_byte, last_byte : int or None
         Offsets of the first and the last element that differs, in bytes from the start of the tensor.
     magnitude : float
-        Largest finite magnitude of an exact reference; not taken where bits are compared.
+        Largest finite magnitude of an exact reference; not measured where bits are compared.
     not_finite : int
-        Elements whose exact reference is NaN or infinite: no error is known there, and the same NaN or infinity counts
-        as none. Not taken where bits are compared.
+        Number of elements whose exact reference is NaN or infinite. No error is known there, and the same NaN or
+        infinity counts as no error. Not measured where bits are compared.
     """
 
     elements: int

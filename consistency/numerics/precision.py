@@ -21,7 +21,7 @@ sample LtHgemmCustomFind)."""
 
 
 class Precision(enum.StrEnum):
-    """What a unit rounds the operands of float32 products to before it multiplies; the least precise last."""
+    """The format to which a unit rounds the operands of float32 products before it multiplies; least precise last."""
 
     FLOAT32 = "float32"
     TF32 = "tf32"

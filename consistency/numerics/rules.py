@@ -64,14 +64,14 @@ LEAST_FACTOR = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundingError:
-    """The error that rounding in the tested dtype makes in a tensor, as passes with random rounding errors show it."""
+    """The error that rounding in the tested dtype makes in a tensor, measured in noisy passes."""
 
     largest: Real
     """The largest error against float64, in the tensor's own unit."""
     samples: int
     """Number of independent errors in one pass."""
     drawn: int
-    """The same in all passes, of which `largest` is the largest."""
+    """Number of independent errors in all noisy passes together; `largest` is the largest of these."""
 
     def __post_init__(self) -> None:
         if self.samples < 1 or self.drawn < 1:
@@ -79,7 +79,7 @@ class RoundingError:
 
     @property
     def allowed(self) -> float:
-        """The largest error of a healthy device, without the final store."""
+        """Return the largest error that a healthy device may have, before the result is rounded to its dtype."""
         return error_factor(self.samples, self.drawn) * self.largest
 
 

@@ -15,7 +15,7 @@ import torch
 
 from consistency.errors import InputError
 from consistency.numerics.diagnosis import Diagnosis
-from consistency.numerics.diagnosis_moved import Known, diagnose_moved
+from consistency.numerics.diagnosis_moved import OtherContents, diagnose_moved
 from consistency.numerics.digest import as_bytes
 from consistency.numerics.distance import measure
 from consistency.numerics.dtype import name_of
@@ -66,7 +66,7 @@ def measure_stored(
     """
     a, e = as_tensor(actual, shape, dtype), as_tensor(expected, shape, dtype)
     distance = measure(a, e)
-    return distance, diagnose_moved(a, e, distance, known=Known(swapped=lambda _: other()))
+    return distance, diagnose_moved(a, e, distance, other_contents=OtherContents(swapped=lambda _: other()))
 
 
 def count_not_rounded(actual: np.ndarray, dtype: str, expected: np.ndarray, expected_dtype: str) -> int | None:

@@ -45,18 +45,22 @@ class Widening:
 
     def of(self, value: Any) -> Any:
         """Return a tensor in the wider dtype if it is narrow; anything else as it is."""
-        return value.to(self._dtype) if isinstance(value, torch.Tensor) and value.dtype in self._narrow else value
+        is_narrow = isinstance(value, torch.Tensor) and value.dtype in self._narrow
+        return value.to(self._dtype) if is_narrow else value
 
     def product(self, func: Any, args: tuple[Any, ...]) -> torch.Tensor | None:
         """Multiply by a large narrow matrix on the CPU, some columns at a time; None for any other operation.
 
         No inner product is split, so each element is the same sum.
         """
-        place = _SECOND_MATRIX.get(func)
-        weight = None if place is None else args[place]
-        if weight is None or weight.dtype not in self._narrow or weight.device.type != "cpu" or weight.numel() < _LARGE:
+        position = _SECOND_MATRIX.get(func)
+        if position is None:
             return None
-        *biases, left = map(self.of, args[:place])
+        weight = args[position]
+        is_narrow_on_host = weight.dtype in self._narrow and weight.device.type == "cpu"
+        if not is_narrow_on_host or weight.numel() < _LARGE:
+            return None
+        *biases, left = map(self.of, args[:position])
         rows, columns = weight.shape
         # as many columns as fill the buffer
         step = max(1, sizes.PART_BYTES // (rows * self._dtype.itemsize))
@@ -71,6 +75,7 @@ class Widening:
         """Widen a matrix into the buffer, in the order in which its elements are in memory."""
         if self._buffer is None or self._buffer.numel() < part.numel():
             self._buffer = torch.empty(max(part.numel(), sizes.PART_BYTES // self._dtype.itemsize), dtype=self._dtype)
+        # a weight (out, in) arrives transposed: copied column by column it would be read across its rows
         is_transposed = part.stride(0) == 1
         source = part.t() if is_transposed else part
         wide = self._buffer[: part.numel()].view(source.shape).copy_(source)
@@ -79,7 +84,8 @@ class Widening:
 
 def _columns(bias: torch.Tensor, part: slice, columns: int) -> torch.Tensor:
     """Return the part of a bias for some of `columns` columns; a bias of one column serves all of them."""
-    return bias[..., part] if bias.dim() and bias.shape[-1] == columns else bias
+    has_every_column = bias.dim() > 0 and bias.shape[-1] == columns
+    return bias[..., part] if has_every_column else bias
 
 
 def each_tensor(function: Callable[[torch.Tensor], Any], value: Any) -> Any:

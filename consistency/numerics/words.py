@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple, NewType
 
 Word = NewType("Word", str)
-"""The kind of a difference, by what it looks like; `registered` checks that a name is one."""
+"""The name of a kind of difference (`stale-values`); `registered` checks that a text is one."""
 
 
 class _Phrases(NamedTuple):

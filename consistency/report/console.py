@@ -206,7 +206,7 @@ class Writer:
         self.console.print()
 
     def findings(self, findings: Iterable[Finding], *, most: int | None = None) -> None:
-        """Write the errors and warnings, at most `most` of them, and how many there are more."""
+        """Write the errors and warnings, at most `most` of them, and the number of the others."""
         chosen = [finding for finding in findings if finding.severity != "note"]
         for number, finding in enumerate(chosen[:most], start=1):
             self.finding(finding, number)
@@ -234,7 +234,7 @@ class Writer:
             self.line(f"next: {finding.next}", indent=5)
 
     def step(self, text: str, *, indent: int = 5) -> None:
-        """Write a command on one line, however long: pasted, a part of it would run alone."""
+        """Write a command on one line, however long: if a part of it were pasted alone, it would run alone."""
         self.console.print(self.text(f"{' ' * indent}{one_line(text)}"), soft_wrap=True)
 
     def notes(self, findings: Iterable[Finding]) -> None:
@@ -268,7 +268,7 @@ class Writer:
     def grid(
         self, titles: Sequence[Text], rows: Sequence[tuple[Text, Sequence[Text]]], *, corner: Text | None = None
     ) -> None:
-        """Print a label and cells per row, of which nothing is ever cut.
+        """Print a label and cells per row, and never cut a cell.
 
         Columns that do not fit beside the labels follow below, with the labels again. A row without cells is a heading,
         as long as it likes: it takes no width from the cells.

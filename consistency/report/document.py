@@ -17,7 +17,7 @@ from consistency.optional import is_there
 from consistency.report.summary import Row, by_architecture
 
 EXPLAINED = "what this means, what causes it, and what to do"
-"""Content of what the command below the findings prints, as a report announces it."""
+"""Words for the output of the command below the findings, with which a report announces that command."""
 
 _EXPLAIN = "consistency.cli.commands.explain"
 _MOST_EXPLAINED = 5
@@ -105,7 +105,7 @@ class Document:
 
     @property
     def not_checked_text(self) -> str:
-        """Return what was left out, in one line; empty where nothing was."""
+        """Return one line on the parts that were left out; empty where none was."""
         return f"{self.not_checked_title}: {', '.join(self.not_checked)}" if self.not_checked else ""
 
     @property
@@ -115,7 +115,7 @@ class Document:
 
     @property
     def explain_command(self) -> str:
-        """Return the command that explains the first kinds of findings to act on; empty where it has none of them."""
+        """Return the command that explains the first kinds of findings to act on; empty without such a finding."""
         if not is_there(_EXPLAIN):  # an installation without that command
             return ""
         kinds_to_act_on = dict.fromkeys(str(entry.finding.kind) for entry in self.to_act_on)
@@ -124,7 +124,7 @@ class Document:
 
     @property
     def notes(self) -> list[Entry]:
-        """Return the notes, that of a planted fault first: a drill must not be mistaken for a real fault."""
+        """Return the notes. The note of a planted fault comes first: a drill must not be mistaken for a real fault."""
         notes = [entry for entry in self.entries if entry.finding.severity == "note"]
         return sorted(notes, key=lambda entry: entry.finding.kind != kinds.PLANTED)
 

@@ -13,7 +13,7 @@ from consistency.case import standard
 from consistency.case.load_path import is_alternative
 from consistency.case.stages import SPECS, stage_order
 from consistency.comparison.layers import LayerCell, layers_of
-from consistency.comparison.outcomes import gathered
+from consistency.comparison.outcomes import group_by_key
 from consistency.comparison.result import Comparison, Finding, WorkerSummary
 from consistency.comparison.suite import CaseResult, SuiteFinding, SuiteResult, common_findings, worst_first
 from consistency.report import summary
@@ -205,7 +205,7 @@ def suite_document(suite: SuiteResult, view: View) -> Document:
 
 
 def _facts(suite: SuiteResult) -> list[str]:
-    """Return what was checked, in a few words each."""
+    """Return the facts of a suite, each in a few words: its cases, dtypes, workers, level, profile, time."""
     dtypes = dict.fromkeys(case.dtype for case in suite.cases if case.dtype)
     levels = dict.fromkeys(case.level for case in suite.cases if case.level)
     texts = [counted(len(suite.cases), "case"), ", ".join(dtypes), counted(len(suite.workers), "worker")]
@@ -263,13 +263,13 @@ def _lines(cases: Sequence[CaseResult], most: int | None) -> list[_Line]:
     ordered = worst_first(cases)
     if most is None or len(ordered) <= most:
         return [(case.name, [case]) for case in ordered]
-    groups = list(gathered((_outcome(case), case) for case in ordered).values())
+    groups = list(group_by_key((_outcome(case), case) for case in ordered).values())
     shown = groups
     if len(groups) > most:
         # Room is left for a row per verdict.
         shown = groups[: most - len({case.verdict for case in ordered})]
     lines: list[_Line] = [(_label(group, total=len(cases)), group) for group in shown]
-    remaining = gathered((case.verdict, case) for group in groups[len(shown) :] for case in group)
+    remaining = group_by_key((case.verdict, case) for group in groups[len(shown) :] for case in group)
     for group in remaining.values():
         lines.append((f"{len(group)} of {counted(len(cases), 'case')}", group))
     return lines
@@ -289,7 +289,7 @@ def _label(group: Sequence[CaseResult], *, total: int) -> str:
 
 
 def _row(label: str, cases: Sequence[CaseResult], stages: Sequence[str], *, merges: bool) -> Row:
-    """Return the row of one case, or of several that share a row; `merges` is whether the table has that column."""
+    """Return the row of one case, or of several that share a row; `merges` adds the column on merging."""
     stage_cells = cells(cases[0]) if len(cases) == 1 else merged(map(cells, cases))
     row_cells: list[CellText] = [verdict_cell(cases[0].verdict)]
     row_cells += [cell_text(stage, stage_cells.get(stage)) for stage in stages]
@@ -307,7 +307,7 @@ def _row(label: str, cases: Sequence[CaseResult], stages: Sequence[str], *, merg
 
 
 def cells(case: CaseResult) -> dict[str, Cell]:
-    """Return the cell of each stage of a case, over all of its workers, also of those that another case checked."""
+    """Return a cell per stage of a case, over all of its workers; a stage that another case checked has one too."""
     by_stage = {stage: Cell(elsewhere=other_case) for stage, other_case in case.checked_elsewhere.items()}
     for stage in case.stages:
         errors = [f.kind for f in case.findings if f.severity == "error" and stage.stage in f.stages]

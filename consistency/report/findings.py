@@ -15,7 +15,7 @@ from consistency.case import standard
 from consistency.case.stages import MOVES_WEIGHTS, stages_of
 from consistency.comparison import kinds
 from consistency.comparison.layers import difference_of
-from consistency.comparison.outcomes import gathered
+from consistency.comparison.outcomes import group_by_key
 from consistency.comparison.result import Comparison, Finding, Outcome, TensorComparison
 from consistency.comparison.suite import SuiteResult
 from consistency.numerics.rules import Rule
@@ -48,7 +48,7 @@ def findings_of(comparison: Comparison, folder: str | None = None) -> list[Findi
 
 
 def reproducible(comparison: Comparison) -> frozenset[int]:
-    """Return the numbers of the findings of which a capture beside the report has a tensor."""
+    """Return the numbers of the findings for which a capture beside the report has stored a tensor."""
     if comparison.captures:
         return frozenset()
     findings = enumerate(_with_hits(comparison), 1)
@@ -69,7 +69,7 @@ def reproduce_command(folder: str, number: int) -> str:
 def _with_hits(comparison: Comparison) -> Iterator[tuple[Finding, _Hits]]:
     """Yield each finding with its hits; tensors are looked up by name, since a report may have very many."""
     named = {name for finding in comparison.findings for name in finding.tensors}
-    tensors = gathered((tensor.name, tensor) for tensor in comparison.tensors if tensor.name in named)
+    tensors = group_by_key((tensor.name, tensor) for tensor in comparison.tensors if tensor.name in named)
     for finding in comparison.findings:
         yield finding, _hits(finding, tensors)
 
@@ -168,7 +168,7 @@ def _hits(finding: Finding, tensors: Mapping[str, Sequence[TensorComparison]]) -
 
 
 def _worst_element(hits: _Hits) -> Iterator[str]:
-    """Yield a line: against what, by which factor, in how many layers, and the worst element with what was allowed."""
+    """Yield a line with the reference, the ratio, the number of layers, and the worst element with its tolerance."""
     measured = [(tensor, row) for tensor, row in hits if tensor.rule in _MEASURED and row.max_abs is not None]
     if not measured:
         return

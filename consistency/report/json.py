@@ -20,7 +20,7 @@ from consistency.capture.version import __version__
 from consistency.case.stages import SPECS
 from consistency.comparison import kinds
 from consistency.comparison.layers import ByArchitecture, LayerComparison, layers_of
-from consistency.comparison.outcomes import Judgement, Outcome, Workers, gathered, worst_of
+from consistency.comparison.outcomes import Judgement, Outcome, Workers, group_by_key, worst_of
 from consistency.comparison.result import Comparison, ComparisonFacts, Finding, TensorComparison, WorkerSummary
 from consistency.comparison.suite import SuiteResult, common_findings
 from consistency.numerics import words
@@ -76,7 +76,7 @@ _OF_KIND = ("environment", "asked", "in_force")
 
 
 class Cohort(msgspec.Struct, frozen=True, kw_only=True):
-    """Workers of which the same is true.
+    """Workers for which the same facts hold.
 
     Attributes
     ----------
@@ -134,7 +134,7 @@ _WORKER_DEFAULTS = {field.name: _default(field) for field in msgspec.structs.fie
 
 
 class Environment(msgspec.Struct, frozen=True, kw_only=True):
-    """What workers of one kind share of their environments; what is a worker's own stands in its entry of `workers`."""
+    """Values that all workers of a kind have in their environments; a worker's other values are in its entry."""
 
     workers: tuple[str, ...]
     load_path: str
@@ -337,7 +337,7 @@ class _Writer:
     def _split(self, workers: Workers, classes: tuple[Workers, ...]) -> list[tuple[int | None, Workers]]:
         """Split the workers of a row by the class of their bits; the smallest of many classes stay together."""
         numbers = {name: number for number, names in enumerate(_largest(classes)) for name in names}
-        parts = gathered((numbers.get(name), name) for name in workers)
+        parts = group_by_key((numbers.get(name), name) for name in workers)
         if len(parts) == 1:
             (bits,) = parts
             return [(bits, workers)]
@@ -347,7 +347,7 @@ class _Writer:
         """Return the values that devices of one kind share, and an entry per worker with the values of its own."""
         workers = self._comparison.workers
         in_full = self._in_full() if len(workers) > MOST_IN_FULL else range(len(workers))
-        indices_by_kind = gathered(
+        indices_by_kind = group_by_key(
             ((worker.architecture, worker.model, worker.load_path, worker.status), index)
             for index, worker in enumerate(workers)
         )
@@ -405,7 +405,7 @@ def _written(fields: Mapping[str, Any], always: Sequence[str], defaults: Mapping
 
 
 def _with_workers(entry: Any, convert: Callable[[Workers], Workers]) -> Any:
-    """Return an entry whose list of workers, and those of its consequences, went through `convert`."""
+    """Return an entry with `convert` applied to its list of workers, and to the lists of its consequences."""
     if isinstance(entry, Finding):
         consequences = (
             msgspec.structs.replace(consequence, workers=convert(consequence.workers))
@@ -424,7 +424,7 @@ def _largest(classes: tuple[Workers, ...]) -> tuple[Workers, ...]:
 
 
 def read(content: bytes) -> Comparison:
-    """Return the comparison of which a `report.json` was written.
+    """Return the comparison that a `report.json` was written from.
 
     Left out is what the file does not have: figures of rows that were joined, the smallest classes of bits, and hosts
     without a problem. A file may be a stranger's: cohorts are checked, and how much patterns stand for.
@@ -451,7 +451,7 @@ def named(table: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_cohorts(table: dict[str, Any], convert: Callable[[list[str]], list[str]]) -> dict[str, Any]:
-    """Return a decoded report in which the list of workers of each cohort went through `convert`."""
+    """Return a decoded report with `convert` applied to the list of workers of each cohort."""
     cohorts = [{**cohort, "workers": convert(cohort["workers"])} for cohort in table.get("cohorts") or ()]
     return {**table, "cohorts": cohorts}
 
@@ -484,7 +484,7 @@ class _Reader:
         return self._cohorts[number]
 
     def _as_read(self, workers: Workers) -> Workers:
-        """Return the names that a list of workers in the file stands for: itself, or those of a cohort."""
+        """Return the names that a list of workers in the file stands for: the list itself, or the names in a cohort."""
         if len(workers) == 1 and workers[0].startswith(_COHORT):
             return self._cohort(int(workers[0].removeprefix(_COHORT)))
         return workers
@@ -510,7 +510,7 @@ class _Reader:
 
     def _tensors(self) -> Iterator[TensorComparison]:
         """Yield the tensors, each made of all of its rows."""
-        rows_by_tensor = gathered(
+        rows_by_tensor = group_by_key(
             ((row.load_path, row.stage, row.layer, row.tensor), row) for row in self._report.outcomes
         )
         for rows in rows_by_tensor.values():

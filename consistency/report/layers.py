@@ -26,7 +26,7 @@ from consistency.comparison.layers import (
     layers_of,
     worst_by_architecture,
 )
-from consistency.comparison.outcomes import gathered
+from consistency.comparison.outcomes import group_by_key
 from consistency.comparison.result import BAD, Comparison
 from consistency.numerics.real import Real
 from consistency.report.console import Writer, make_console, padded, stripped
@@ -126,7 +126,7 @@ def _write(
     if not layers:
         write.line("no layer of this report matches")
         return
-    layers_by_stage = gathered(((layer.stage, layer.load_path), layer) for layer in layers)
+    layers_by_stage = group_by_key(((layer.stage, layer.load_path), layer) for layer in layers)
     most = MOST_ROWS if len(layers_by_stage) > 1 else MOST_ROWS_OF_ONE
     for (stage, load_path), stage_layers in layers_by_stage.items():
         path = f" (load path {load_path})" if load_path != comparison.load_paths[0] else ""

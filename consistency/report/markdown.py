@@ -75,7 +75,7 @@ def _escape(match: re.Match[str]) -> str:
 
 
 def fence(lines: Sequence[str]) -> list[str]:
-    """Return lines as a block of code that none of them can end."""
+    """Return lines as a block of code whose fence no line can close."""
     ticks = "`" * max(3, 1 + max(map(_longest_ticks, lines), default=0))
     return [f"{ticks}text", *lines, ticks]
 
@@ -120,7 +120,7 @@ def _next_step(text: str) -> str:
 
 
 def _finding_lines(document: Document) -> Iterator[str]:
-    """Yield what the numbered list leaves out: further findings, of each the evidence and the command; the notes."""
+    """Yield the parts that the numbered list leaves out: further findings, evidence and commands, and the notes."""
     for index, entry in enumerate(document.to_act_on):
         finding, is_listed = entry.finding, index < _MOST_FINDINGS
         if not is_listed:
@@ -177,7 +177,7 @@ def folded(title: str, lines: Sequence[str], file: str, *, above: Sequence[str] 
 
 
 def _head(document: Document) -> Iterator[str]:
-    """Yield the verdict, what was checked, and where the report is from."""
+    """Yield the verdict, the facts of the run, and the origin of the report."""
     drill = f" **A drill: {escaped(document.drill[:_LONGEST])}.**" if document.drill else ""
     yield f"**{document.verdict.upper()}** {escaped(document.sentence)}{drill}"
     yield ""
@@ -235,7 +235,7 @@ def _rows(table: ResultTable) -> Iterator[tuple[bool, str]]:
 
 
 def _details(document: Document) -> list[str]:
-    """Return the worst layers, the rest of the findings, where workers diverge, and what was not checked."""
+    """Return the worst layers, the other findings, the places where workers diverge, and the parts not checked."""
     lines = [*_finding_lines(document), *(text for _, text in document.remarks)]
     if document.not_checked_text:
         lines.append(document.not_checked_text)
@@ -260,7 +260,7 @@ _MOST_TENSORS = 3
 
 
 def finding_as_markdown(comparison: Comparison, finding: Finding, number: int) -> str:
-    """Return a finding with its evidence, the devices it names, and what was compared."""
+    """Return a finding with its evidence, the devices that it names, and the facts of the comparison."""
     mark = {"error": "✗", "warning": "warning:"}.get(finding.severity, "note:")
     lines = [f"{mark} **{escaped(finding.kind)}** {escaped(finding.message)}", ""]
     if comparison.simulated or comparison.planted:  # as the report's own first lines

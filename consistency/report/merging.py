@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from consistency.capture.wording import and_more, some
 from consistency.comparison.merging import Advice, Merging, rounding_dominates, unexplained_change
-from consistency.comparison.outcomes import gathered
+from consistency.comparison.outcomes import group_by_key
 from consistency.numerics.real import Real
 
 MERGING = "merging"
@@ -20,7 +20,7 @@ _MOST = 3  # lines of captures that differ in these figures
 
 def merging_texts(records: Sequence[Merging]) -> Iterator[str]:
     """Yield a line for the case, or one for each of several captures with figures of their own."""
-    workers_by_text = gathered((merging_text(record), record.worker) for record in records)
+    workers_by_text = group_by_key((merging_text(record), record.worker) for record in records)
     for text, workers in list(workers_by_text.items())[:_MOST]:
         where = f" ({some(workers)})" if len(workers_by_text) > 1 else ""
         yield f"merged against unmerged{where}: {text}"
@@ -41,7 +41,7 @@ def merging_text(record: Merging) -> str:
 
 
 def merging_cell(records: Sequence[Merging]) -> str:
-    """Return the cell of one case, `0.98× merge`, or of several, which has their advices alone."""
+    """Return the cell of one case, `0.98× merge`; the cell of several cases has their advices alone."""
     words = []
     if len(records) == 1:
         words += [f"{_ratio_text(float(record.ratio))}×" for record in records if record.ratio is not None]
@@ -55,7 +55,7 @@ def merging_cell(records: Sequence[Merging]) -> str:
 
 
 def _change_texts(record: Merging) -> Iterator[str]:
-    """Yield by how much merging changes the outputs, and that in units of what rounding makes unavoidable."""
+    """Yield the change of the outputs by merging, and its ratio to the change that rounding makes unavoidable."""
     outputs = _outputs(record)
     if record.moved is None or record.must is None:
         # Without the changes that rounding alone makes, there are only errors against float64.

@@ -49,7 +49,7 @@ _PUBLIC_PART = re.compile(r"/(?:(?:(?:site|dist)-packages|lib/python3[\d.]*)/.+|
 """The end of a path that is the same wherever a package is installed."""
 
 _OTHER_BASE = re.compile(rf"{re.escape(ANOTHER_BASE)}(.+?){re.escape(THIS_BASE)}")
-"""The name that the adapter's config has for the base: that of a folder, which the report has without its path."""
+"""The name of the base in the adapter's config: the name of a folder, which the report has without its path."""
 
 _IS_URL = re.compile(r"\A[A-Za-z][\w+.-]+://")
 
@@ -66,6 +66,8 @@ _VOCABULARY = frozenset(
         "consistency", "file", "float64", "float32", "bfloat16", "float16", "equal", "within", "outside", "missing",
         "unexpected", "skipped", "blocked", "consistent", "inconsistent", "incomplete", "error", "warning", "note",
         "lost", "failed", "nan", "inf", "worker", "device", "model", "layer", "tensor", "isolated", "linux",
+        "an", "as", "at", "be", "by", "do", "gb", "go", "if", "in", "is", "it", "ms", "no", "of", "on", "or", "so",
+        "to",
     }
 )  # fmt: skip
 """Words that reports are made of: a host or user of such a name stays, because the report could not be read without."""
@@ -132,7 +134,7 @@ class Redaction:
         sayable_words = {
             word: placeholder
             for word, placeholder in self.given.items()
-            if len(word) > _SHORTEST and word.lower() not in _VOCABULARY
+            if len(word) >= _SHORTEST and word.lower() not in _VOCABULARY
         }
         self._replace_given = Replacements(sayable_words, r"(?<![\w./~<-])", r"(?![\w>-])")
         self._replace_names = Replacements(self.names, "(?<![A-Za-z0-9])", "(?![A-Za-z0-9])")
@@ -187,7 +189,7 @@ class Redaction:
         return self.value(value)
 
     def _command_word(self, word: str) -> str:
-        """Return a redacted word of a command line: a placeholder for all of it, or for what follows its `=`."""
+        """Return a redacted word of a command line: a placeholder for the whole word, or for the part after its `=`."""
         name, separator, value = word.partition("=")
         for start, remainder in (("", word), (name + separator, value)):
             if (private := remainder.rstrip("/")) in self.given:
@@ -217,7 +219,7 @@ class Redaction:
 
 
 def redaction_of(report: Mapping[str, Any], *, more: Iterable[str] = ()) -> Redaction:
-    """Collect the private names of a report, for it and everything that is made of it.
+    """Collect the private names of a report, to redact the report and every text that is made from it.
 
     Parameters
     ----------
@@ -299,7 +301,7 @@ def _name_placeholders(report: Mapping[str, Any], texts: Iterable[str], users: I
     for text in texts:
         for match in _OTHER_BASE.finditer(text):
             name = match.group(1)
-            if len(name) > _SHORTEST and name.lower() not in _VOCABULARY:
+            if len(name) >= _SHORTEST and name.lower() not in _VOCABULARY:
                 names[name] = "<other-base>"
     hosts: dict[str, None] = {}
     for host in [*_hosts(report), platform.node()]:
@@ -367,7 +369,7 @@ def _is_path(text: object) -> TypeGuard[str]:
 
 
 def _commands(report: Mapping[str, Any]) -> Iterator[Sequence[str]]:
-    """Yield the command line of the report, and those of its captures."""
+    """Yield the command line of the report, and the command lines of its captures."""
     for record in (report, *(report.get("sources") or ())):
         if isinstance(record, Mapping) and isinstance(record.get("command"), (list, tuple)):
             yield [str(word) for word in record["command"]]
@@ -481,7 +483,7 @@ _IPV4 = re.compile(
     r"(?<![\w.:-])(?:25[0-5]|2[0-4]\d|1\d\d|[1-9]\d)(?:\.(?:25[0-5]|2[0-4]\d|1?\d?\d)){3}(?![\w.]\w|\w)"
     r"|(?<![\w.:-])(?:\d{1,3}\.){3}\d{1,3}(?=:\d)"
 )
-"""An address from 10.0.0.0 on, for what is below may be the version of a library; before a port, any address."""
+"""An address from 10.0.0.0 on, as a lower one may be the version of a library; before a port, any address."""
 
 _MAC = re.compile(r"(?i)(?<![\w:])(?:[0-9a-f]{2}[:-]){5}[0-9a-f]{2}(?![\w:])")
 _MAYBE_IPV6 = re.compile(r"(?i)(?<![\w:.])[0-9a-f]*:[0-9a-f]*:[0-9a-f:.]*[0-9a-f](?![\w:])")
@@ -580,7 +582,7 @@ class Replacements:
         return text
 
     def _replace(self, text: str, name: str, placeholder: str) -> str:
-        """Return a text without one name: a regular expression of each would take longer to compile than to use."""
+        """Return a text without one name. A regular expression per name would take longer to compile than to use."""
         pieces, end_of_last, start = [], 0, text.find(name)
         while start >= 0:
             end = start + len(name)

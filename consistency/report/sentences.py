@@ -16,7 +16,7 @@ from consistency.case.load_path import is_alternative
 from consistency.case.stages import SPECS
 from consistency.comparison import kinds
 from consistency.comparison.by_worker import Coverage, coverage, worst_error
-from consistency.comparison.outcomes import names_in
+from consistency.comparison.outcomes import union_of_workers
 from consistency.comparison.result import BAD, Comparison, Divergence, Finding
 from consistency.comparison.suite import CaseResult
 from consistency.report.ranges import folded
@@ -36,12 +36,17 @@ _SAID_BY_INCOMPLETE = frozenset({kinds.LOST_WORKER, kinds.FAILED_WORKER, kinds.L
 
 
 def facts(comparison: Comparison, elapsed_s: float | None = None) -> list[str]:
-    """Return what was checked, in a few words each; without `elapsed_s`, the time is the comparison's own."""
+    """Return the facts of a run, each in a few words: dtype, workers, tensors, load paths, level, profile, soak, time.
+
+    Without `elapsed_s`, the time is the comparison's own.
+    """
     if elapsed_s is None:
         elapsed_s = comparison.elapsed_s
-    texts = [*dtype_texts(comparison)]
-    texts.append(counted(len(comparison.workers), "worker"))
-    texts.append(counted(len(comparison.tensors), "tensor"))
+    texts = [
+        *dtype_texts(comparison),
+        counted(len(comparison.workers), "worker"),
+        counted(len(comparison.tensors), "tensor"),
+    ]
     default_paths = [load_path for load_path in comparison.load_paths if not is_alternative(load_path)]
     alternatives = len(comparison.load_paths) - len(default_paths)
     if len(default_paths) > 1:
@@ -55,8 +60,9 @@ def facts(comparison: Comparison, elapsed_s: float | None = None) -> list[str]:
 
 
 def dtype_texts(comparison: Comparison) -> list[str]:
-    """Return the dtype of the model, if any: a run without a model has none."""
-    return [comparison.dtype] if comparison.dtype not in ("", "auto") else []
+    """Return the dtype of the model; nothing for a run without a model."""
+    has_dtype = comparison.dtype not in ("", "auto")
+    return [comparison.dtype] if has_dtype else []
 
 
 def origin_texts(comparison: Comparison) -> list[str]:
@@ -79,7 +85,9 @@ def time_text(created: str) -> str:
 
 def command_text(command: Sequence[str]) -> str:
     """Write a command line as a shell takes it; of very many words, those that are alike become a pattern."""
-    return shlex.join(folded(command) if len(command) > _MOST_WORDS else command)
+    if len(command) > _MOST_WORDS:
+        command = folded(command)
+    return shlex.join(command)
 
 
 def source_texts(comparison: Comparison) -> list[str]:
@@ -99,7 +107,9 @@ def has_own_settings(comparison: Comparison | CaseResult) -> bool:
 
 def profile_texts(comparison: Comparison | CaseResult) -> list[str]:
     """Return the profile and the settings on top of it, where they are not the default."""
-    return [f"profile {comparison.profile}", *comparison.settings] if has_own_settings(comparison) else []
+    if not has_own_settings(comparison):
+        return []
+    return [f"profile {comparison.profile}", *comparison.settings]
 
 
 def soak_texts(comparison: Comparison) -> list[str]:
@@ -111,7 +121,9 @@ def soak_texts(comparison: Comparison) -> list[str]:
     had_load = any(soak.load is not None and soak.load.products for _, soak in soaks)
     load = " under load" if had_load else ""
     repeats = sorted({soak.repeats for _, soak in soaks})
-    repeats_text = counted(repeats[0], "repeat") if len(repeats) == 1 else f"{repeats[0]} to {repeats[-1]} repeats"
+    repeats_text = counted(repeats[0], "repeat")
+    if len(repeats) > 1:
+        repeats_text = f"{repeats[0]} to {repeats[-1]} repeats"
     changes, lost, load_errors = [], [], []
     for name, soak in soaks:
         if soak.changed is not None:
@@ -126,16 +138,28 @@ def soak_texts(comparison: Comparison) -> list[str]:
 
 
 def sentence(comparison: Comparison) -> str:
-    """Return the verdict in one sentence, and which devices had the base streamed, are simulated or have a fault."""
+    """Return the verdict in one sentence, and name the devices with an offloaded base, simulated, or with a fault."""
     if (statement := plugins.statement_of(comparison)) is not None:
         return statement.sentence
-    offloaded = [w.name for w in comparison.workers if str(w.environment.get("placement")).startswith("offload")]
-    simulated = [w.name for w in comparison.workers if w.simulated]
-    remarks = (("base offloaded", offloaded), ("simulated", simulated), ("planted fault", comparison.planted))
-    return _verdict_sentence(comparison) + "".join(f"; {remark}: {some(names)}" for remark, names in remarks if names)
+    offloaded, simulated = [], []
+    for worker in comparison.workers:
+        if str(worker.environment.get("placement")).startswith("offload"):
+            offloaded.append(worker.name)
+        if worker.simulated:
+            simulated.append(worker.name)
+    text = _verdict_sentence(comparison)
+    for remark, names in (
+        ("base offloaded", offloaded),
+        ("simulated", simulated),
+        ("planted fault", comparison.planted),
+    ):
+        if names:
+            text += f"; {remark}: {some(names)}"
+    return text
 
 
 def _verdict_sentence(comparison: Comparison) -> str:
+    """Return the verdict in one sentence; of an inconsistent run it is the message of the first error."""
     errors = [finding for finding in comparison.findings if finding.severity == "error"]
     if comparison.verdict == "consistent":
         return _consistent_sentence(comparison)
@@ -144,11 +168,13 @@ def _verdict_sentence(comparison: Comparison) -> str:
     if not errors:  # of a stranger's file
         return "no finding says why"
     first = errors[0].message
-    return first if len(errors) == 1 else f"{first} (and {counted(len(errors) - 1, 'other finding')})"
+    if len(errors) == 1:
+        return first
+    return f"{first} (and {counted(len(errors) - 1, 'other finding')})"
 
 
 def _consistent_sentence(comparison: Comparison) -> str:
-    """State what agrees, or that a baseline accepts it; what was not compared; and the worst error."""
+    """State which parts agree, or are accepted by a baseline; which were not compared; and the worst error."""
     covered = coverage(comparison.tensors)
     accepted = sum(finding.accepted is not None for finding in comparison.findings)
     if accepted:
@@ -213,9 +239,11 @@ def _no_adapter(comparison: Comparison, covered: Mapping[str, Coverage]) -> str:
 
 
 def _software_mismatch(covered: Mapping[str, Coverage]) -> str:
-    """Name the stages with a mismatch that is no device's fault: the verdict is of the devices alone."""
+    """Name the stages with a mismatch that all devices have; empty without one. The verdict judges devices alone."""
     wrong = [one_line(stage) for stage, stage_coverage in covered.items() if stage_coverage.wrong]
-    return f"mismatch in {listed(wrong)}, the same on every device: see the warnings" if wrong else ""
+    if not wrong:
+        return ""
+    return f"mismatch in {listed(wrong)}, the same on every device: see the warnings"
 
 
 def _not_compared(comparison: Comparison, covered: Mapping[str, Coverage]) -> str:
@@ -244,7 +272,7 @@ def alternative_path_texts(comparison: Comparison) -> Iterator[tuple[str, str]]:
     for path in filter(is_alternative, comparison.load_paths):
         tensors = [tensor for tensor in comparison.tensors if tensor.load_path == path]
         outcomes = [outcome for tensor in tensors for outcome in tensor.outcomes]
-        wrong = names_in(outcome.workers for outcome in outcomes if outcome.status in BAD)
+        wrong = union_of_workers(outcome.workers for outcome in outcomes if outcome.status in BAD)
         if wrong:
             mismatches = sum(tensor.is_wrong for tensor in tensors)
             names = some(_in_order(comparison, wrong))
@@ -290,7 +318,7 @@ def _majorities(rows: Sequence[Row]) -> tuple[int, set[str]]:
     agreeing = 0
     differing: set[str] = set()
     for architecture_rows in by_architecture(rows):
-        # A row of more than one kind sums up workers that do not agree with each other.
+        # A row of more than one kind sums up workers that do not agree with each other, so it is no majority.
         largest = max(architecture_rows, key=lambda row: len(row.names) if row.kinds == 1 else 0)
         workers = sum(len(row.names) for row in architecture_rows)
         if workers > 1 and 2 * len(largest.names) > workers:

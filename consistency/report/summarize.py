@@ -1,4 +1,4 @@
-"""Sum up a comparison for a suite: the values hold nothing of it, so that its memory is free for the next case."""
+"""Sum up a comparison for a suite, in values that do not refer to it, so that its memory is free for the next case."""
 
 from __future__ import annotations
 

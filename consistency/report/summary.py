@@ -12,7 +12,7 @@ from consistency.case import standard
 from consistency.case.load_path import is_alternative
 from consistency.case.stages import stage_order
 from consistency.comparison.by_worker import is_larger
-from consistency.comparison.outcomes import gathered, names_in
+from consistency.comparison.outcomes import group_by_key, union_of_workers
 from consistency.comparison.result import BAD, Comparison, TensorComparison
 from consistency.comparison.suite import SuiteVerdict
 from consistency.report.marks import MARKS, key
@@ -45,7 +45,7 @@ LEGEND = (
     ("rounding", "≤ 1.00", "correct rounding alone may use the whole tolerance of a half type"),
     *_legend_rows("outside", "blocked", "flagged", "elsewhere", "none"),
 )
-"""Kind of a cell, its mark, and what it means."""
+"""Kind of a cell, its mark, and the meaning of the mark."""
 
 NEARLY_ALL = 0.9  # of a tolerance
 
@@ -243,7 +243,7 @@ def _models(comparison: Comparison, load_path: str, tensors: Sequence[TensorComp
 
     A worker of a default load path is on an alternative one too if it has results there.
     """
-    also_took = names_in(tensor.workers for tensor in tensors) if is_alternative(load_path) else {}
+    also_took = union_of_workers(tensor.workers for tensor in tensors) if is_alternative(load_path) else {}
     return {
         worker.name: worker.model
         for worker in comparison.workers
@@ -255,14 +255,14 @@ def _lines(
     workers: Sequence[str], signatures: Mapping[str, int], flags: Mapping[str, Mapping[str, str]]
 ) -> list[list[str]]:
     """Return the workers of an architecture line by line; those with the same results and errors share a line."""
-    alike = gathered(((signatures.get(name, 0), tuple(flags.get(name, {}).items())), name) for name in workers)
+    alike = group_by_key(((signatures.get(name, 0), tuple(flags.get(name, {}).items())), name) for name in workers)
     return list(alike.values())
 
 
 def _shortened(
     lines: Sequence[Sequence[str]], cells: Mapping[str, Mapping[str, Cell]], reference: str | None
 ) -> list[list[Sequence[str]]]:
-    """Return the lines of workers of each row of an architecture: one line per row, and the last row has the others.
+    """Return lines of workers for the rows of an architecture: a line per row, and the last row has the other lines.
 
     Rows of their own are for the reference worker, then for mismatches before others, then for many workers before few.
     """
@@ -377,8 +377,10 @@ def _flags(comparison: Comparison, load_path: str) -> dict[str, dict[str, str]]:
 def _mismatches_elsewhere(comparison: Comparison, load_path: str) -> Set[tuple[str, str]]:
     """Return the pairs of a stage and a worker with a mismatch on another load path."""
     others = [tensor for tensor in comparison.tensors if tensor.load_path != load_path]
-    wrong = gathered((tensor.stage, row.workers) for tensor in others for row in tensor.outcomes if row.status in BAD)
-    return {(stage, worker) for stage, sets in wrong.items() for worker in names_in(sets)}
+    wrong = group_by_key(
+        (tensor.stage, row.workers) for tensor in others for row in tensor.outcomes if row.status in BAD
+    )
+    return {(stage, worker) for stage, sets in wrong.items() for worker in union_of_workers(sets)}
 
 
 def _signatures(tensors: Sequence[TensorComparison]) -> dict[str, int]:

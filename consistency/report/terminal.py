@@ -112,7 +112,7 @@ def _write_notes(write: Writer, document: Document, *, verbose: bool) -> None:
 
 
 def _not_checked_text(document: Document, *, is_whole: bool) -> str:
-    """Return what was not checked; in short, the first of it and how much more there is."""
+    """Return the parts that were not checked; in a short report the first ones, and the number of the others."""
     first, *others = document.not_checked
     if is_whole or not others:
         return document.not_checked_text
@@ -141,7 +141,7 @@ def _write_end(write: Writer, document: Document, view: View) -> None:
 
 
 def write_head(write: Writer, document: Document, *, title: str = "consistency", verdict: str = "") -> None:
-    """Write what was compared, when, where and by which command, and the verdict, in other words where given."""
+    """Write the facts of the run, its time, host and command, and the verdict, in other words where these are given."""
     marks = []
     if document.simulated:
         marks.append("SIMULATED DEVICES")

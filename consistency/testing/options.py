@@ -21,22 +21,23 @@ _HALF_TYPES = ("float16", "bfloat16")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allow:
-    """What an implementation may do that rounding to nearest in float32 does not explain.
+    """Allowances for an implementation, beyond rounding to nearest in float32.
 
     Attributes
     ----------
     products : Products, optional
-        How products may be computed, as in TF32 or with partial sums in a half type; as torch's settings in force
-        permit on the device by default.
+        Precision in which products may be computed, such as TF32 or partial sums in a half type. By default it is the
+        precision that torch's settings in force permit on the device.
     toward_zero : bool
-        Sums of float32 may be truncated: an error of K units where rounding to nearest makes one of their root.
+        Sums of float32 may be truncated: K additions then make an error of K units, where rounding to nearest makes one
+        of the root of K.
     nan : bool
-        The reference may be NaN; what is judged then has it in the same places.
+        The reference may be NaN. A result is right there if it is NaN in the same places.
     dtype : bool
-        A result may have another dtype than the reference returns for the same inputs, as of a kernel in a half type
-        whose reference is computed in float32. It is judged by the rounding of its own dtype.
+        A result may have another dtype than the reference returns for the same inputs: a kernel may return a half type,
+        and its reference float32. The result is judged by the rounding of its own dtype.
     inconclusive : {"fail", "skip", "pass"}
-        What a test does whose results are within what rounding may do, where that is more than a tenth of the values.
+        Outcome of a test whose results are within rounding, where rounding may be more than a tenth of the values.
     """
 
     products: Products | None = None

@@ -45,18 +45,20 @@ class ResultError:
     name : str
         ``result``, ``result[0]``, ``input 0 after the call``, ``gradient of input 1``; a module's by its parameters.
     status : {"within", "inconclusive", "outside"}
+        The verdict. A result is ``inconclusive`` where rounding may be so large that a wrong result could pass.
     reason : str
-        In words.
+        Why the status is not ``within``, in words.
     ratio : float
-        The largest of the three figures over its limit: more than 1 is beyond what rounding may do.
+        The largest error divided by its limit, of a single element, of a row or of the scale of all; more than 1 is
+        beyond what rounding may do.
     worst : tuple of int or None
-        The element whose error is the largest, as a multiple of what it may be.
+        Index of the element with the largest error divided by its tolerance; None where no values were compared.
     got, exact, error, allowed : float
-        Of that element, in the tensor's own unit.
+        Value, exact value, error and tolerance of the worst element, in the tensor's own unit.
     ulp : float
-        The error in units in the last place of the exact value.
+        Error of the worst element in units in the last place of its exact value.
     share : float
-        How large an error of all elements may be, as a share of the values, each the root of the mean square.
+        The error that all elements together may have, divided by the values; of both the root of the mean square.
     """
 
     name: str
@@ -85,16 +87,21 @@ class ResultError:
 
 
 def allowance(drawn: Sequence[torch.Tensor], exact: torch.Tensor) -> Spread:
-    """Return the spread of rounding errors in a result, with its limits, by passes with noise; all are finite and real.
+    """Return the spread of rounding errors in a result, with its limits; all values are finite and real.
 
-    Rows may be sums over the same terms, as those of a gradient are. Of a few elements all passes may be exact by
-    chance, and a result that is rounded once is right: the largest figure is that of one rounding at least, and as much
-    more as a few errors tell less. Where so many elements are exact in all passes, nothing rounds.
+    Parameters
+    ----------
+    drawn : sequence of torch.Tensor
+        The result of each noisy pass, in the dtype of the function under test.
+    exact : torch.Tensor
+        The result in float64. Its rows may be sums over the same terms, as the rows of a gradient are.
     """
     spread = Spread.of(drawn, exact, of_a_sum=True)
     count, limits = exact.numel(), spread.limits
     if float(limits.largest) == 0 and count * len(drawn) > _NOTHING_ROUNDS:
-        return spread
+        return spread  # so many elements are exact in all passes that nothing rounds
+    # A few elements may be exact in all passes by chance, and yet a device that rounds them once is right. So each
+    # limit is at least the error of one rounding; the margin is larger the fewer errors it is known from.
     margin = error_factor(count, count * len(drawn)) / LEAST_FACTOR
     of_row = min(_ONE_ROUNDING, 1 + _BY_CHANCE / math.sqrt(spread.columns.shape[1]))
     return replace(

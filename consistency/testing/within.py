@@ -43,8 +43,9 @@ class WithinRounding:
     Attributes
     ----------
     name : str
-        Of the function, with dtype, device and passes.
+        Name of the function, with dtype, device and number of passes.
     results : tuple of ResultError
+        The error of each result, and of each gradient.
     """
 
     name: str
@@ -52,7 +53,7 @@ class WithinRounding:
 
     @property
     def status(self) -> Status:
-        """The worst status of the results."""
+        """Return the worst status of the results."""
         statuses = {result.status for result in self.results}
         if "outside" in statuses:
             return "outside"
@@ -77,7 +78,7 @@ class RoundingTolerance(dict[str, Any]):  # floats, and of any type to what take
     Attributes
     ----------
     allowed : dict of str to torch.Tensor
-        What each element may be off by from the exact value, float64, by the name of the result.
+        Largest error of each element against the exact value, float64, by the name of the result.
     """
 
     def __init__(self, *, rtol: float, atol: float, allowed: dict[str, torch.Tensor]) -> None:
@@ -165,7 +166,7 @@ def within_rounding(
     passes: int = PASSES,
     allow: Allow | None = None,
 ) -> WithinRounding:
-    """Judge a function; the parameters are those of `assert_within_rounding`, and a mismatch is returned."""
+    """Judge a function as `assert_within_rounding` does, with its parameters; return a mismatch, never raise it."""
     check_options(
         function, reference=reference, device=device, dtype=dtype, gradients=gradients, passes=passes, allow=allow
     )
@@ -227,11 +228,11 @@ def assert_within_rounding(
     passes: int = PASSES,
     allow: Allow | None = None,
 ) -> None:
-    """Raise an error unless what a function computes is off by no more than rounding may make it.
+    """Raise an error unless the results of a function are within what rounding may do.
 
-    The function is called once on the device, from inputs that are rounded once, and, or its reference, in float64 and
-    with random rounding errors on the CPU, from the same. Random generators are seeded alike for each call, inputs are
-    copied for it, and what is left in them counts as a result.
+    The function is called once on the device. Then it, or its reference, is called on the CPU: once in float64, and
+    several times with random rounding errors. All calls have the same inputs, which are rounded once. For each call
+    random generators are seeded alike and inputs are copied; what a call writes into its inputs counts as a result.
 
     Parameters
     ----------
@@ -243,30 +244,30 @@ def assert_within_rounding(
     reference : callable, optional
         The same function in torch's operations, where `function` is a kernel of its own or asks for its dtype.
     device : torch.device or str, optional
-        Where the function is called; where the first tensor is by default.
+        Device that the function is called on; by default the device of the first tensor.
     dtype : torch.dtype, optional
-        float32, float16 or bfloat16: floating-point inputs are rounded to it.
+        float32, float16 or bfloat16, to which floating-point inputs are rounded.
     gradients : bool, optional
         Compare the first gradients of the inputs that require them, or of all floating-point ones where none does.
     passes : int, optional
-        With noise, two at least. More make the limits of a few elements narrower; up to four times as many are computed
-        before a result is inconclusive.
+        Number of passes with random rounding errors, two at least. More passes make the limits of a few elements
+        narrower; up to four times as many are computed before a result is called inconclusive.
     allow : Allow, optional
-        What else a healthy implementation may do, and what an inconclusive test does.
+        Further allowances for a healthy implementation, and the outcome of an inconclusive test.
 
     Raises
     ------
     AssertionError
-        With the worst element of each result that is outside, or inconclusive.
+        A result is outside, or inconclusive; the message has the worst element of each such result.
     unittest.SkipTest
-        Where it is inconclusive and `allow` says so.
+        A result is inconclusive, and `allow` asks for a skip.
     consistency.ConsistencyError
         There is nothing to compare with: the reference cannot be computed, or is NaN; or an option has a value that
         it cannot have.
 
     Notes
     -----
-    The rule is that of `consistency.numerics.error_spread`.
+    The rule is derived in `consistency.numerics.error_spread`.
     """
     __tracebackhide__ = True
     within = within_rounding(
@@ -294,25 +295,26 @@ def rounding_tolerance(
     passes: int = PASSES,
     allow: Allow | None = None,
 ) -> RoundingTolerance:
-    r"""Return the tolerances with which two healthy results of a function are equal.
+    r"""Return the tolerances within which two healthy results of a function agree.
 
-    The function, of torch's operations, is computed in float64 and with noise on the CPU. An element may be off by
-    :math:`l \sqrt{r c + u^2 x^2 / 3} \le l \sqrt{r c} + (l u / \sqrt 3) |x|`, which are `atol` and `rtol`; of the two
-    that an assertion compares each may be, so they are twice that.
+    The function must consist of torch's operations; it is computed in float64 and with noise on the CPU. An element may
+    be off by
+    :math:`l \sqrt{r c + u^2 x^2 / 3} \le l \sqrt{r c} + (l u / \sqrt 3) |x|`, which gives `atol` and
+    `rtol`. An assertion compares two results, each of which may be off by so much: both tolerances are twice that.
 
     Parameters
     ----------
     function, *inputs, dtype, passes, allow
-        As those of `assert_within_rounding`.
+        The same as of `assert_within_rounding`.
     device : torch.device or str, optional
-        Whose settings tell how products may be computed.
+        Device whose settings tell in which precision products may be computed.
 
     Returns
     -------
     RoundingTolerance
-        `rtol` and `atol` for all results of the function, and what each element may be off by. A complex number may be
-        off by what its parts may be off by together; a Python number is taken for one of float32. Whole numbers and
-        truth values beside these have no tolerance.
+        `rtol` and `atol` for all results of the function, and the largest error of each element. A complex number may
+        be off by the errors of both its parts together; a Python number counts as float32. Whole numbers and truth
+        values have no tolerance.
 
     Raises
     ------

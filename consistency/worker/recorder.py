@@ -18,12 +18,12 @@ from consistency.capture.records import RecordStatus, TensorRecord
 from consistency.case.stages import SPECS, registered
 from consistency.case.tolerance import Override, choose
 from consistency.numerics import words
-from consistency.numerics.aten_calls import largest_share
+from consistency.numerics.aten_calls import largest_ratio
 from consistency.numerics.bound import UserAllowance
 from consistency.numerics.chunks import Chunks
 from consistency.numerics.diagnosis import Diagnosis
 from consistency.numerics.diagnosis_computed import diagnose_computed
-from consistency.numerics.diagnosis_moved import Known, diagnose_moved, diagnose_structure
+from consistency.numerics.diagnosis_moved import OtherContents, diagnose_moved, diagnose_structure
 from consistency.numerics.digest import TensorDigest, differing_blocks, digest
 from consistency.numerics.distance import measure
 from consistency.numerics.dtype import name_of
@@ -170,7 +170,7 @@ class Recorder(RecordStore):
         *,
         actual: torch.Tensor,
         expected: torch.Tensor,
-        known: Known | None = None,
+        other_contents: OtherContents | None = None,
         keep: bool = False,
         digests: tuple[TensorDigest, TensorDigest] | None = None,
     ) -> None:
@@ -184,7 +184,7 @@ class Recorder(RecordStore):
             On its device; it is copied to the host only where it differs, or where `keep` asks.
         expected : torch.Tensor
             The tensor of the file, on the CPU.
-        known : Known, optional
+        other_contents : OtherContents, optional
             Other values that the tensor may hold by mistake, to name the difference by.
         keep : bool
             Store both tensors, so that captures made apart can be compared element by element.
@@ -209,7 +209,7 @@ class Recorder(RecordStore):
         difference, diagnosis = None, diagnose_structure(host, expected)
         if diagnosis is None:
             difference = measure(host, expected)
-            diagnosis = diagnose_moved(host, expected, difference, known=known)
+            diagnosis = diagnose_moved(host, expected, difference, other_contents=other_contents)
             if difference.mismatched == 0:
                 # the digest on the device and the bytes on the host disagree: the read-back changed the tensor
                 diagnosis = dataclasses.replace(diagnosis, word=words.DIFFERS, evidence={"digest_only": True})
@@ -228,7 +228,7 @@ class Recorder(RecordStore):
         row: TensorRecord,
         actual: torch.Tensor,
         expected: torch.Tensor,
-        found: Measure | None,
+        measure: Measure | None,
         diagnosis: Diagnosis,
         *,
         evidence: Mapping[str, Any],
@@ -238,7 +238,7 @@ class Recorder(RecordStore):
 
         Parameters
         ----------
-        found : Measure or None
+        measure : Measure or None
             The measured difference; None where shape or dtype differ already.
         keep : bool
             Store both tensors.
@@ -250,7 +250,7 @@ class Recorder(RecordStore):
             msgspec.structs.replace(
                 row,
                 status="outside",
-                measure=found,
+                measure=measure,
                 word=diagnosis.word,
                 evidence={**row.evidence, **diagnosis.evidence, **evidence},
                 blob=blob,
@@ -264,7 +264,7 @@ class Recorder(RecordStore):
         actual: torch.Tensor,
         *,
         digests: Sequence[TensorDigest] = (),
-        found: Measure | None = None,
+        measure: Measure | None = None,
         chunks: Chunks | None = None,
         diagnose: Callable[[Measure, Chunks], Diagnosis] = diagnose_computed,
         tolerance: UserTolerance | None = None,
@@ -281,7 +281,7 @@ class Recorder(RecordStore):
             in a wider one.
         digests : sequence of TensorDigest
             One per run on this device, the first run first; unless given, the digest of `actual` is taken.
-        found : Measure or None
+        measure : Measure or None
             The measure against the exact value, by the user's tolerance where there is one; None where no exact value
             is known, so that only other workers can judge.
         chunks : callable, optional
@@ -290,13 +290,13 @@ class Recorder(RecordStore):
         diagnose : callable
             Names the difference of a tensor outside its rule.
         tolerance : UserTolerance, optional
-            The tolerance that `found` was measured by, None where the rule of the row is derived.
+            The tolerance that `measure` was measured by, None where the rule of the row is derived.
         ingredients : mapping, optional
             Tensors on the CPU that are stored where the tensor is outside its rule, for a reproducer: `exact`, and the
             operands that it is computed from.
         """
         digests = digests or [digest(actual)]
-        verdict = _judge(row, found, chunks, diagnose, is_derived=tolerance is None)
+        verdict = _judge(row, measure, chunks, diagnose, is_derived=tolerance is None)
         evidence: Mapping[str, Any] = verdict.evidence
         is_outside = verdict.status == "outside"
         # of a larger tensor, block digests and the worst element are recorded alone
@@ -309,19 +309,19 @@ class Recorder(RecordStore):
             evidence = {**evidence, **traced_evidence}
         is_stored_on_request = self._keep and chunks is not None
         # blocks locate bitwise differences; after a sum in another order all blocks differ
-        has_blocks = is_outside or found is None
-        stated_tolerance = tolerance.stated if found is not None and tolerance is not None else ""
+        has_blocks = is_outside or measure is None
+        stated_tolerance = tolerance.stated if measure is not None and tolerance is not None else ""
         self.write(
             msgspec.structs.replace(
                 row,
                 shape=tuple(actual.shape),
                 dtype=row.dtype or name_of(actual.dtype),
-                rule=_rule_applied(row, found, tolerance),
+                rule=_rule_applied(row, measure, tolerance),
                 status=verdict.status,
                 digest=digests[0].value,
                 blocks=pack_blocks(digests[0].blocks) if has_blocks else "",
-                reference=None if found is None else "float64",
-                measure=_recorded_measure(row, found, tolerance, is_outside=is_outside),
+                reference=None if measure is None else "float64",
+                measure=_recorded_measure(row, measure, tolerance, is_outside=is_outside),
                 word=verdict.word,
                 evidence={**row.evidence, **evidence},
                 blob=self.keep(actual) if is_stored_as_wrong or is_stored_on_request else row.blob,
@@ -349,10 +349,10 @@ class Recorder(RecordStore):
         if exact is None or allowed is None or self._trace is None or row.stage in self._traced_stages:
             return {}, {}
 
-        def largest_ratio(result: torch.Tensor) -> float:
-            return largest_share(result, exact, allowed, limits)[0]
+        def ratio_of(result: torch.Tensor) -> float:
+            return largest_ratio(result, exact, allowed, limits)[0]
 
-        traced = self._trace(row.layer, row.tensor, largest_ratio)
+        traced = self._trace(row.layer, row.tensor, ratio_of)
         if traced is None:
             return {}, {}
         self._traced_stages.add(row.stage)
@@ -378,7 +378,7 @@ class Recorder(RecordStore):
         *,
         status: RecordStatus,
         word: Word | None = None,
-        share: float | None = None,
+        ratio: float | None = None,
         evidence: Mapping[str, Any] | None = None,
         reason: str | None = None,
     ) -> None:
@@ -391,8 +391,8 @@ class Recorder(RecordStore):
         status : str
             `equal` where it matches exactly, `within` where it stays below a limit, `outside` where neither holds;
             `skipped` with a `reason`.
-        share : float, optional
-            The ratio: measured over allowed.
+        ratio : float, optional
+            The measured value divided by what is allowed.
         evidence : mapping, optional
             The figures, with units in their names.
         """
@@ -404,7 +404,7 @@ class Recorder(RecordStore):
                 rule=Rule.LIMIT,
                 status=status,
                 word=word,
-                limit_ratio=None if share is None else Real(share),
+                limit_ratio=None if ratio is None else Real(ratio),
                 evidence=dict(evidence or {}),
                 reason=reason,
             )
@@ -422,46 +422,46 @@ class _Verdict:
 
 def _judge(
     row: TensorRecord,
-    found: Measure | None,
+    measure: Measure | None,
     chunks: Chunks | None,
     diagnose: Callable[[Measure, Chunks], Diagnosis],
     *,
     is_derived: bool,
 ) -> _Verdict:
     """Judge a tensor by the ratio of its measure; one without a ratio keeps the status and the word of its row."""
-    if found is None or chunks is None or found.ratio is None:
+    if measure is None or chunks is None or measure.ratio is None:
         return _Verdict(status=row.status, word=row.word)
-    is_exact = float(found.max_abs) == 0 and found.mismatched == 0
+    is_exact = float(measure.max_abs) == 0 and measure.mismatched == 0
     word, evidence = row.word, dict[str, Any]()
-    if passes(found.ratio):
+    if passes(measure.ratio):
         # within a user's tolerance, which nobody derived, nothing is known of the cause
         if is_derived:
             word = words.ACCUMULATION_ORDER
         return _Verdict(status="equal" if is_exact else "within", word=word)
     if word is None:
-        diagnosis = diagnose(found, chunks)
+        diagnosis = diagnose(measure, chunks)
         word, evidence = diagnosis.word, diagnosis.evidence
     return _Verdict(status="equal" if is_exact else "outside", word=word, evidence=evidence)
 
 
-def _rule_applied(row: TensorRecord, found: Measure | None, tolerance: UserTolerance | None) -> str:
+def _rule_applied(row: TensorRecord, measure: Measure | None, tolerance: UserTolerance | None) -> str:
     """Return the rule that judges a tensor: `peer` where no exact value is known."""
-    if found is None:
+    if measure is None:
         return Rule.PEER
     return row.rule if tolerance is None else Rule.USER
 
 
 def _recorded_measure(
-    row: TensorRecord, found: Measure | None, tolerance: UserTolerance | None, *, is_outside: bool
+    row: TensorRecord, measure: Measure | None, tolerance: UserTolerance | None, *, is_outside: bool
 ) -> Measure | None:
     """Leave out of a measure what a comparison takes from elsewhere, and the values of a tensor inside its bound."""
-    if found is None or tolerance is not None:
-        return found
+    if measure is None or tolerance is not None:
+        return measure
     if row.rule == Rule.RELATIVE:  # a comparison takes the ratio from the error of rounding
-        return msgspec.structs.replace(found, ratio=None)
+        return msgspec.structs.replace(measure, ratio=None)
     if row.rule in (Rule.BOUND, Rule.BLOCK) and not is_outside:
-        return found.without_values()
-    return found
+        return measure.without_values()
+    return measure
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from consistency.comparison.result import Comparison
 from consistency.comparison.site_groups import NO_GROUPS, read_site_groups
 from consistency.comparison.suite import SuiteResult
 from consistency.errors import UsageError
-from consistency.launch.engine import Watcher
+from consistency.launch.scheduler import Watcher
 from consistency.report.findings import problems
 from consistency.workflows import comparing, pipeline, suite
 from consistency.workflows.past import opened_past

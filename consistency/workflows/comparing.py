@@ -21,7 +21,7 @@ from consistency.comparison.result import Comparison, with_provenance
 from consistency.comparison.site_groups import NO_GROUPS, SiteGroups
 from consistency.comparison.suite import CaseResult, SuiteResult
 from consistency.errors import CaptureError, ConsistencyError, UsageError
-from consistency.launch.engine import Watcher
+from consistency.launch.scheduler import Watcher
 from consistency.report.runs import SUITE
 from consistency.report.summarize import summarize
 from consistency.text import one_line

@@ -24,8 +24,8 @@ from consistency.case.stages import MODEL_LESS, SPECS
 from consistency.comparison.result import Comparison, Finding, with_provenance
 from consistency.devices.discovery import select
 from consistency.devices.spec import DeviceInfo
-from consistency.launch.engine import LOCAL, Captured, CaseTask, Limits, Watcher, capture_case, engine
 from consistency.launch.plan import default_load_paths, plan_waves
+from consistency.launch.scheduler import LOCAL, Captured, CaseTask, Limits, Watcher, capture_case, make_scheduler
 from consistency.workflows.judging import compare_captures, read_captures
 from consistency.workflows.past import NO_PAST, Past
 from consistency.workflows.planning import budget_of
@@ -48,8 +48,8 @@ class Plan:
     limits: Limits
     faults: Mapping[str, str] = field(default_factory=dict)
     """Fault to plant (of `consistency.worker.faults`) by name of the device, to test the tool itself."""
-    engine: str = LOCAL
-    """Name of the engine that runs the workers: see `consistency.launch.engine`."""
+    scheduler: str = LOCAL
+    """Name of the scheduler that runs the workers: see `consistency.launch.scheduler`."""
     stages: Mapping[str, Sequence[tuple[str, float]]] = field(default_factory=dict)
     """Stages by the name of the worker, with the part of the worker's time that they take."""
 
@@ -122,12 +122,14 @@ def expected(plan: Plan) -> Mapping[str, Mapping[str, Sequence[tuple[str, float]
 
 
 def capture(plan: Plan, target: Path, *, watch: Watcher, replace: bool = False) -> Captured:
-    """Have the plan's engine run one worker per device and load path, and leave captures at `target`."""
-    return capture_case(engine(plan.engine), task_of(plan, target), plan.limits, watch=watch, replace=replace)
+    """Have the plan's scheduler run one worker per device and load path, and leave captures at `target`."""
+    return capture_case(
+        make_scheduler(plan.scheduler), task_of(plan, target), plan.limits, watch=watch, replace=replace
+    )
 
 
 def task_of(plan: Plan, target: Path) -> CaseTask:
-    """Return the task of an engine for a case, whose captures go to `target`."""
+    """Return the task of a scheduler for a case, whose captures go to `target`."""
     waves = plan_waves(plan.case, plan.devices)
     return CaseTask(case=plan.case, waves=waves, target=target, faults=plan.faults)
 

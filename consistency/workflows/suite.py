@@ -26,7 +26,7 @@ from consistency.comparison.result import Comparison, with_provenance
 from consistency.comparison.suite import CaseResult, SuiteResult
 from consistency.devices.discovery import select
 from consistency.errors import CaptureError, ConsistencyError, UsageError
-from consistency.launch.engine import LOCAL, Captured, CaseTask, Limits, Task, Watcher, engine
+from consistency.launch.scheduler import LOCAL, Captured, CaseTask, Limits, Task, Watcher, make_scheduler
 from consistency.report.formats import Chosen, View, formats
 from consistency.report.summarize import summarize
 from consistency.workflows import judging, pipeline, report_folder
@@ -70,7 +70,7 @@ class SuitePlan:
     name: str
     cases: tuple[PlannedCase, ...]
     limits: Limits
-    engine: str = LOCAL
+    scheduler: str = LOCAL
 
     def with_faults(self, faults: Mapping[str, Mapping[str, str]]) -> SuitePlan:
         """Return this plan with faults to plant, by name of the case."""
@@ -227,7 +227,7 @@ def captured(
     if not tasks:
         return
     suite_task = Task(cases=tasks, limits=plan.limits)
-    with closing(engine(plan.engine).capture(suite_task, watch=watch, replace=replace)) as ended:
+    with closing(make_scheduler(plan.scheduler).capture(suite_task, watch=watch, replace=replace)) as ended:
         for captures in ended:
             yield case_by_target[captures.task.target], captures
 

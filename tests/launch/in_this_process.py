@@ -30,7 +30,7 @@ ENDS_PROCESS = ("killed", "hung", "stopped")
 class _Turn:
     """What is asked of a worker's process. It does its jobs when it is asked first whether it has ended.
 
-    By then the engine has seen the workers before it to their end: one that waits for their reference finds it.
+    By then the scheduler has seen the workers before it to their end: one that waits for their reference finds it.
     """
 
     stdin = None

@@ -10,9 +10,9 @@ from consistency.case.load_path import LoadPath
 from consistency.case.stage import Stage
 from consistency.devices.spec import DeviceInfo, parse_device
 from consistency.launch.assignment import Assignment
-from consistency.launch.engine import CaseTask
 from consistency.launch.open_case import OpenCase
 from consistency.launch.plan import WorkerPlan
+from consistency.launch.scheduler import CaseTask
 
 
 def assigned(case: Case, plans: Sequence[WorkerPlan], writer: CaptureWriter) -> list[Assignment]:

@@ -28,12 +28,12 @@ from consistency.devices.discovery import select
 from consistency.devices.spec import DeviceInfo, parse_device
 from consistency.errors import UsageError
 from consistency.launch import forked
-from consistency.launch.engine import CaseTask, Limits, capture_case
 from consistency.launch.environment import worker_environment
 from consistency.launch.forked import READ_LATE, ForkedProcess, Importer, Importers
-from consistency.launch.local import LocalEngine
+from consistency.launch.local import LocalScheduler
 from consistency.launch.plan import plan_waves
 from consistency.launch.process import WorkerProcess
+from consistency.launch.scheduler import CaseTask, Limits, capture_case
 from tests.launch.made_assignments import assigned
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="only there are workers forked")
@@ -165,7 +165,7 @@ def captured(case: Case, target: Path) -> tuple[WorkerCapture, ...]:
     """Capture a case on two kernel variants."""
     waves = plan_waves(case, select(["cpu", "cpu@baseline"]))
     limits = Limits(stall_s=60, threads=1)
-    capture_case(LocalEngine(), CaseTask(case=case, waves=waves, target=target), limits, watch=lambda *_: None)
+    capture_case(LocalScheduler(), CaseTask(case=case, waves=waves, target=target), limits, watch=lambda *_: None)
     return read_capture(target).workers
 
 

@@ -24,11 +24,11 @@ from consistency.devices.discovery import select
 from consistency.devices.spec import DeviceInfo, parse_device
 from consistency.errors import InputError
 from consistency.launch.assignment import Assignment
-from consistency.launch.engine import Captured, CaseTask, Limits, Task
-from consistency.launch.local import LocalEngine, _Run
+from consistency.launch.local import LocalScheduler, _Run
 from consistency.launch.open_case import remove_scratch
 from consistency.launch.plan import plan_waves
 from consistency.launch.process import WorkerProcess
+from consistency.launch.scheduler import Captured, CaseTask, Limits, Task
 from consistency.worker.protocol import Event
 from tests.launch.made_assignments import assigned
 
@@ -55,7 +55,7 @@ def captured(home: Path, *cases: Case, seen: list[str]) -> Iterator[Captured]:
         if event.kind == "case" or (event.kind == "failed" and not event.error):
             seen.append(event.message if event.kind == "case" else event.kind)
 
-    return LocalEngine().capture(Task(cases=tasks, limits=Limits(stall_s=60)), watch=watch)
+    return LocalScheduler().capture(Task(cases=tasks, limits=Limits(stall_s=60)), watch=watch)
 
 
 @pytest.mark.slow
@@ -156,7 +156,7 @@ def test_no_more_workers_than_fit_are_started_and_the_reference_comes_first(
     devices = [DeviceInfo(spec=parse_device(name), architecture="a", model="m") for name in names]
     case = Case(name="x", base="base", adapter="adapter")
     task = CaseTask(case=case, waves=plan_waves(case, devices), target=tmp_path / "capture")
-    list(LocalEngine().capture(Task(cases=(task,), limits=Limits(at_once=at_once)), watch=lambda *_: None))
+    list(LocalScheduler().capture(Task(cases=(task,), limits=Limits(at_once=at_once)), watch=lambda *_: None))
     assert started == waves
 
 

@@ -15,7 +15,7 @@ from consistency.numerics.aten_calls import (
     CallsError,
     allowed_operation,
     blamed,
-    largest_share,
+    largest_ratio,
     read_calls,
     run_calls,
     run_exactly,
@@ -154,7 +154,7 @@ def test_the_operation_that_is_off_is_blamed(monkeypatch: pytest.MonkeyPatch) ->
     allowed = torch.full_like(exact, 1e-5)
 
     def share(values: dict[str, torch.Tensor]) -> float:
-        return largest_share(values[result], exact, allowed)[0]
+        return largest_ratio(values[result], exact, allowed)[0]
 
     assert share(run_calls(calls, inputs, "cpu")) < 1
 
@@ -182,7 +182,7 @@ def test_several_calls_that_are_off_are_blamed_together() -> None:
 
     with OffBy():  # type: ignore[no-untyped-call]
         limit = torch.full_like(exact, 1e-5)
-        assert blamed(calls, inputs, "cpu", lambda found: largest_share(found[result], exact, limit)[0]) == [0, 2]
+        assert blamed(calls, inputs, "cpu", lambda found: largest_ratio(found[result], exact, limit)[0]) == [0, 2]
 
 
 def test_inputs_stay_as_they_are_where_calls_write_into_them() -> None:
@@ -210,7 +210,7 @@ def test_attention_by_a_kernel_that_is_not_here_is_computed_by_torchs_own() -> N
 
 def test_nan_is_worse_than_any_number() -> None:
     actual = torch.tensor([1.0, float("nan")])
-    assert largest_share(actual, torch.ones(2), torch.ones(2)) == (float("inf"), 1, "element")
+    assert largest_ratio(actual, torch.ones(2), torch.ones(2)) == (float("inf"), 1, "element")
 
 
 def test_rows_and_the_scale_are_judged_as_the_rule_does() -> None:
@@ -222,7 +222,7 @@ def test_rows_and_the_scale_are_judged_as_the_rule_does() -> None:
     allowed = spread.allowed(exact, torch.float32)
     for actual in (drawn[0], exact.float() * 1.01, exact.float().index_fill(0, torch.tensor([3]), 0.0)):
         wanted = spread.figures(actual, exact)
-        share, _, whose = largest_share(actual, exact, allowed, spread.limits.of_figures())
+        share, _, whose = largest_ratio(actual, exact, allowed, spread.limits.of_figures())
         assert share == pytest.approx(wanted.ratio)
         assert getattr(wanted, whose) == wanted.ratio
 

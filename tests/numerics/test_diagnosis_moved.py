@@ -9,7 +9,7 @@ import torch
 
 from consistency.numerics import words
 from consistency.numerics.diagnosis import FEW_ELEMENTS, PAGE_BYTES, Diagnosis, bit_field
-from consistency.numerics.diagnosis_moved import Known, diagnose_moved, diagnose_structure
+from consistency.numerics.diagnosis_moved import OtherContents, diagnose_moved, diagnose_structure
 from consistency.numerics.digest import digest
 from consistency.numerics.distance import measure
 from consistency.numerics.dtype import bit_patterns
@@ -25,8 +25,8 @@ def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> to
 
 
 def diagnose(actual: torch.Tensor, expected: torch.Tensor, others: Mapping[str, str] | None = None) -> Diagnosis:
-    known = Known(swapped=lambda tensor: (others or {}).get(digest(tensor).value))
-    return diagnose_moved(actual, expected, measure(actual, expected), known=known)
+    other_contents = OtherContents(swapped=lambda tensor: (others or {}).get(digest(tensor).value))
+    return diagnose_moved(actual, expected, measure(actual, expected), other_contents=other_contents)
 
 
 def flip(tensor: torch.Tensor, places: list[int], bit: int) -> torch.Tensor:
@@ -294,8 +294,8 @@ def test_the_fields_of_every_float(dtype: torch.dtype, mantissa: int, exponent: 
 # --- what else it could hold ----------------------------------------------------------------------------------------
 
 
-def named(actual: torch.Tensor, expected: torch.Tensor, known: Known) -> Diagnosis:
-    return diagnose_moved(actual, expected, measure(actual, expected), known=known)
+def named(actual: torch.Tensor, expected: torch.Tensor, other_contents: OtherContents) -> Diagnosis:
+    return diagnose_moved(actual, expected, measure(actual, expected), other_contents=other_contents)
 
 
 POISON = 0x7FC0FFEE
@@ -304,29 +304,29 @@ POISON = 0x7FC0FFEE
 def test_poison_that_is_still_there_was_never_written_and_a_part_is_told_with_its_place() -> None:
     expected = normal(64, 32)
     actual = torch.full((2048,), POISON, dtype=torch.int32).view(torch.float32).reshape(64, 32)
-    found = named(actual, expected, Known(poison=POISON))
+    found = named(actual, expected, OtherContents(poison=POISON))
     assert found == Diagnosis(word=words.NEVER_WRITTEN, evidence={"elements": 2048, "of": 2048})
     actual = expected.clone()
     actual.view(torch.int32).reshape(-1)[1024:] = POISON
-    found = named(actual, expected, Known(poison=POISON))
+    found = named(actual, expected, OtherContents(poison=POISON))
     place = {"offset_bytes": 4096, "length_bytes": 4096, "page_aligned": True}
     assert found == Diagnosis(word=words.NEVER_WRITTEN, evidence={"elements": 1024, "of": 2048, **place})
     another_nan = torch.full_like(expected, math.nan)
-    assert named(another_nan, expected, Known(poison=POISON)).word == "non-finite"
+    assert named(another_nan, expected, OtherContents(poison=POISON)).word == "non-finite"
 
 
 def test_values_from_before_the_loading_are_fresh() -> None:
     expected, initial = normal(8, 32), normal(8, 32, seed=7)
-    assert named(initial, expected, Known(initial=digest(initial).value)).word == "fresh-init"
-    assert named(initial + 1, expected, Known(initial=digest(initial).value)).word == "differs"
-    assert named(torch.zeros(8, 32), expected, Known(initial=digest(torch.zeros(8, 32)).value)).word == "zeros"
+    assert named(initial, expected, OtherContents(initial=digest(initial).value)).word == "fresh-init"
+    assert named(initial + 1, expected, OtherContents(initial=digest(initial).value)).word == "differs"
+    assert named(torch.zeros(8, 32), expected, OtherContents(initial=digest(torch.zeros(8, 32)).value)).word == "zeros"
 
 
 def test_bytes_from_elsewhere_are_stale_unless_they_are_another_tensors() -> None:
     expected, held = normal(8, 32), normal(8, 32, seed=7)
-    stale = Known(stale=lambda tensor: "bytes 0 to 1024 of w" if torch.equal(tensor, held) else None)
+    stale = OtherContents(stale=lambda tensor: "bytes 0 to 1024 of w" if torch.equal(tensor, held) else None)
     assert named(held, expected, stale) == Diagnosis(word=words.STALE, evidence={"holds": "bytes 0 to 1024 of w"})
-    both = Known(stale=stale.stale, swapped=lambda _: "lora_B")
+    both = OtherContents(stale=stale.stale, swapped=lambda _: "lora_B")
     assert named(held, expected, both) == Diagnosis(word=words.SWAPPED, evidence={"holds": "lora_B"})
 
 

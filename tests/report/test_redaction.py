@@ -236,6 +236,20 @@ def test_the_base_that_an_adapter_names_is_taken_out_and_short_words_stay(name: 
     assert found == "adapter_config.json names another base: <other-base>, this one is <base>; a second run"
 
 
+@pytest.mark.parametrize("name", ["m7", "m7b"])
+def test_a_name_of_two_letters_is_taken_out_as_a_longer_one_is(name: str) -> None:
+    said = f"adapter_config.json names another base: x{name}, this one is {name}; it is as in a second run of it"
+    command = ["consistency", "run", "--base", f"../cp/{name}", "--adapter", "../cp/is"]
+    report = {"command": command, "base": f"/cp/{name}", "adapter": "/cp/is", "findings": [{"message": said}]}
+    found = redaction_of(report).value(report)
+    assert found["findings"][0]["message"] == (
+        "adapter_config.json names another base: <other-base>, this one is <base>; it is as in a second run of it"
+    )
+    assert found["command"][3:] == ["<base>", "--adapter", "<adapter>"]
+    other = f"adapter_config.json names another base: {name}, this one is llama"
+    assert name not in redaction_of({"findings": [{"message": other}]}).text(other)
+
+
 def test_what_the_comparison_says_of_another_base_is_what_is_looked_for(make_capture: MakeCapture) -> None:
     evidence = {TRAINED_ON: f"acme-secret-model{THIS_BASE}llama"}
     settings = computed(

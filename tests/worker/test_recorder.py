@@ -39,7 +39,7 @@ def recorded(folder: Path, actual: torch.Tensor, *, status: RecordStatus, measur
     found = measure_against_exact(actual, EXACT, UserAllowance(atol=1e-3, rtol=0.0)) if measured else None
     with Recorder(folder, blobs) as record:
         record.computed(
-            TensorRecord("merged", "layers.0", "weight", rule=Rule.BOUND, status=status), actual, found=found
+            TensorRecord("merged", "layers.0", "weight", rule=Rule.BOUND, status=status), actual, measure=found
         )  # fmt: skip
     (back,) = read_records(folder / "records.jsonl")
     assert back.digest == digest(actual).value
@@ -153,7 +153,7 @@ def test_a_ratio_by_the_error_of_rounding_judges_and_is_left_to_the_comparison(
     tensor = EXACT.float() + 0.5
     found = replace(measure_against_exact(tensor, EXACT, None), ratio=Real(2.0))
     row = replace(WEIGHT, rule=Rule.RELATIVE, status="measured")
-    record.computed(row, tensor, found=found, chunks=tuple, ingredients={"exact": EXACT, "allowed": None})
+    record.computed(row, tensor, measure=found, chunks=tuple, ingredients={"exact": EXACT, "allowed": None})
     (back,) = read_records(tmp_path / "records.jsonl")
     assert (back.rule, back.status, back.measure) == ("relative", "outside", replace(found, ratio=None))
     assert (back.digest, back.ingredients) == (digest(tensor).value, {})
@@ -165,9 +165,9 @@ def test_the_caller_names_what_it_knows_of_a_tensor_outside_its_rule(tmp_path: P
     found = measure_against_exact(tensor, EXACT, UserAllowance(atol=1e-3, rtol=0.0))
     row = replace(WEIGHT, rule=Rule.BOUND, status="measured", evidence={"step": 1})
     cause = Diagnosis(word=words.WRONG_SCALE, evidence={"scale_ratio": 2.0})
-    record.computed(row, tensor, found=found, chunks=tuple, diagnose=lambda *_: cause)
+    record.computed(row, tensor, measure=found, chunks=tuple, diagnose=lambda *_: cause)
     record.computed(
-        row, EXACT.float(), found=replace(found, ratio=Real(0.5)), chunks=tuple, diagnose=lambda *_: cause
+        row, EXACT.float(), measure=replace(found, ratio=Real(0.5)), chunks=tuple, diagnose=lambda *_: cause
     )  # fmt: skip
     outside, within = read_records(tmp_path / "records.jsonl")
     assert (outside.word, outside.evidence) == ("wrong-scale", {"step": 1, "scale_ratio": 2.0})
@@ -188,7 +188,7 @@ def test_what_is_absent_has_a_reason(
 
 
 def test_a_fact_has_a_share_of_its_limit(tmp_path: Path, record: Recorder) -> None:
-    record.fact(stage="memory", layer="cuda:0", tensor="peak", status="within", share=0.25, evidence={"peak_bytes": 5})
+    record.fact(stage="memory", layer="cuda:0", tensor="peak", status="within", ratio=0.25, evidence={"peak_bytes": 5})
     (back,) = read_records(tmp_path / "records.jsonl")
     assert (back.rule, back.status, back.limit_ratio, back.evidence) == ("limit", "within", 0.25, {"peak_bytes": 5})
     assert back.word is None
@@ -205,7 +205,7 @@ def test_what_decides_a_verdict_is_a_field_of_the_record_and_stands_in_the_evide
         record.write(replace(SKIPPED, unsupported=True))
         tolerance = record.tolerance(stage="merged", layer="layers.0", dtype=tensor.dtype)
         found = measure_against_exact(tensor, tensor.double() + 0.25, tolerance)
-        record.computed(WEIGHT, tensor, found=found, tolerance=tolerance, chunks=tuple)
+        record.computed(WEIGHT, tensor, measure=found, tolerance=tolerance, chunks=tuple)
     # not `read_record`, which takes a missing field from the evidence
     lines = (tmp_path / "records.jsonl").read_bytes().splitlines()
     moved, buffer, absent, judged = (decode_json(line, TensorRecord) for line in lines)

@@ -29,7 +29,7 @@ from consistency.comparison.findings.load_paths import (
 from consistency.comparison.findings.next_command import compare_with_source, run_and_repeat
 from consistency.comparison.judge import NO_RECORD
 from consistency.comparison.layers import block_of
-from consistency.comparison.outcomes import Workers, gathered, names_in
+from consistency.comparison.outcomes import Workers, group_by_key, union_of_workers
 from consistency.comparison.result import Consequence, Finding, Outcome, Severity, TensorComparison, rows_of
 from consistency.numerics import words
 from consistency.numerics.rules import Rule
@@ -262,7 +262,7 @@ def _about_own_files(group: _Group, workers: Sequence[str]) -> str:
     """
     if not all(row.own_file is True for row in group.samples):
         return ""
-    right = names_in(row.workers for _, row in rows_of(group.tensors) if row.status == "equal")
+    right = union_of_workers(row.workers for _, row in rows_of(group.tensors) if row.status == "equal")
     unaffected = set(right) - {*workers}
     if len(unaffected) < len(workers):
         return f"the files differ, and those of {some(sorted(unaffected))} are the odd ones"
@@ -319,7 +319,9 @@ def _split(
         for row_index, workers in enumerate(sets):
             for worker in workers:
                 rows_of_worker.setdefault(worker, [-1] * len(sets_by_path))[path_index] = row_index
-    workers_by_rows = gathered(((is_cpu(worker), tuple(rows_of_worker[worker])), worker) for worker in _ranks(order))
+    workers_by_rows = group_by_key(
+        ((is_cpu(worker), tuple(rows_of_worker[worker])), worker) for worker in _ranks(order)
+    )
     return [(tuple(workers), row_indices) for (_, row_indices), workers in workers_by_rows.items()]
 
 
@@ -579,8 +581,8 @@ def _load_path_reason(
 def _unaffected_workers(tensors: Sequence[TensorComparison], affected: Sequence[str]) -> list[str]:
     """Return the workers that received the same tensors on the same load paths, and every tensor right."""
     outcomes = [outcome for _, outcome in rows_of(tensors)]
-    hurt = {*affected, *names_in(outcome.workers for outcome in outcomes if outcome.status != "equal")}
-    return [worker for worker in names_in(outcome.workers for outcome in outcomes) if worker not in hurt]
+    hurt = {*affected, *union_of_workers(outcome.workers for outcome in outcomes if outcome.status != "equal")}
+    return [worker for worker in union_of_workers(outcome.workers for outcome in outcomes) if worker not in hurt]
 
 
 FINDERS = (Finder(name="causes", phase=Phase.CAUSES, position=1, find=find_causes),)

@@ -11,7 +11,7 @@ from consistency.comparison import kinds
 from consistency.comparison.findings.evidence import ComparisonEvidence
 from consistency.comparison.findings.finder import Finder, Phase
 from consistency.comparison.kinds import FindingKind
-from consistency.comparison.outcomes import gathered
+from consistency.comparison.outcomes import group_by_key
 from consistency.comparison.result import Finding, Severity
 from consistency.comparison.workers import ComparedWorker
 
@@ -36,7 +36,7 @@ def find_other_software(evidence: ComparisonEvidence) -> Iterator[Finding]:
 def find_other_inputs(evidence: ComparisonEvidence) -> Iterator[Finding]:
     """Report workers whose model got other inputs than the first worker's."""
     # a worker without a digest ran no forward stage
-    labels_by_digest = gathered(
+    labels_by_digest = group_by_key(
         (worker.info.inputs_digest, worker.label)
         for worker in evidence.workers
         if worker.info.inputs_digest is not None

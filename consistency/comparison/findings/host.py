@@ -15,7 +15,7 @@ from consistency.comparison import kinds
 from consistency.comparison.findings.evidence import ComparisonEvidence
 from consistency.comparison.findings.finder import Finder, Phase
 from consistency.comparison.findings.transfers import Cell, Matrix, Pair, arrow, boot, matrices
-from consistency.comparison.outcomes import gathered
+from consistency.comparison.outcomes import group_by_key
 from consistency.comparison.result import Comparison, Finding, Severity
 from consistency.devices.host.facts import Gpu, HostFacts, Link
 from consistency.devices.host.kernel_log import LOGGED
@@ -116,7 +116,7 @@ def _risen(host_facts: HostFacts, gpu: Gpu, workers: Sequence[str]) -> Iterator[
 
 def _reboots(hosts: Sequence[HostFacts]) -> Iterator[Finding]:
     """Report hosts that were rebooted between captures."""
-    by_host = gathered((host_facts.host, host_facts) for host_facts in hosts)
+    by_host = group_by_key((host_facts.host, host_facts) for host_facts in hosts)
     for host, members in by_host.items():
         boots = dict.fromkeys(host_facts.boot_id for host_facts in members if host_facts.boot_id is not None)
         if len(boots) > 1:

@@ -12,7 +12,7 @@ from consistency.case.load_path import LoadPath, is_alternative, main_path
 from consistency.comparison import kinds
 from consistency.comparison.findings.evidence import ComparisonEvidence
 from consistency.comparison.findings.finder import Finder, Phase
-from consistency.comparison.outcomes import Workers, names_in
+from consistency.comparison.outcomes import Workers, union_of_workers
 from consistency.comparison.result import BAD, Finding, Outcome, Severity, TensorComparison
 from consistency.devices.backends import CPU
 from consistency.devices.spec import label_of
@@ -244,7 +244,7 @@ def _casts(
         cast_workers = tuple(itertools.chain.from_iterable(row.workers for row in cast_rows))
         bases = {base_dtypes.get(worker) for worker in cast_workers}
         # a device with the same base that holds the file's values shows that the cast is not needed
-        exact = names_in(row.workers for row in tensor.outcomes if not row.cast and row.status == "equal")
+        exact = union_of_workers(row.workers for row in tensor.outcomes if not row.cast and row.status == "equal")
         is_partial = any(base_dtypes.get(worker) in bases for worker in exact)
         partial_workers = cast_workers if is_partial else ()
         cast = casts.setdefault((cast_rows[0].cast, partial_workers), _Cast())
@@ -261,7 +261,7 @@ def _report_cast(dtype: str, cast: _Cast, *, is_partial: bool) -> Finding:
     if is_partial:
         severity = "error"
         tail = "but not on the other devices on this load path"
-    labels = tuple(names_in(cast.workers))
+    labels = tuple(union_of_workers(cast.workers))
     labels_text = listed(labels) if len(labels) <= MOST_NAMES else some(labels)
     opening = f"adapter · {labels_text} · the file's values rounded through {dtype}"
     ending = f"with low_cpu_mem_usage=True ({', '.join(cast.by_load_path)}), {tail}"

@@ -11,7 +11,7 @@ from consistency.capture.wording import some
 from consistency.comparison import kinds
 from consistency.comparison.findings.evidence import ComparisonEvidence
 from consistency.comparison.findings.finder import Finder, Phase
-from consistency.comparison.outcomes import gathered
+from consistency.comparison.outcomes import group_by_key
 from consistency.comparison.result import Finding
 from consistency.comparison.workers import ComparedWorker
 
@@ -31,7 +31,7 @@ _AFTER_LOSS = (
 
 
 def find_damage(evidence: ComparisonEvidence) -> Iterator[Finding]:
-    """Report the captures, and parts of them, that could not be read."""
+    """Report captures that could not be read as a whole or in part."""
     for message in evidence.damage:
         yield Finding(kind=kinds.DAMAGED_CAPTURE, severity="error", message=message)
 
@@ -44,7 +44,7 @@ def find_lost_workers(evidence: ComparisonEvidence) -> Iterator[Finding]:
         for worker in evidence.workers
         if worker.info.status != "ok"
     )
-    for (status, reason, stack), workers in gathered(ends).items():
+    for (status, reason, stack), workers in group_by_key(ends).items():
         is_lost = status == "lost"
         noun = "worker" if len(workers) == 1 else "workers"
         names = some(list(map(_label_and_load_path, workers)))

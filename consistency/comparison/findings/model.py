@@ -24,7 +24,7 @@ from consistency.case.stage import Stage
 from consistency.comparison import kinds
 from consistency.comparison.findings.evidence import ComparisonEvidence
 from consistency.comparison.findings.finder import Finder, Phase
-from consistency.comparison.outcomes import gathered
+from consistency.comparison.outcomes import group_by_key
 from consistency.comparison.records import StageTable
 from consistency.comparison.result import Finding
 from consistency.comparison.workers import ComparedWorker, labels_of
@@ -44,7 +44,7 @@ def find_no_effect(evidence: ComparisonEvidence) -> Iterator[Finding]:
         worker for worker in evidence.workers if worker.case.adapter is not None and worker.info.status == "ok"
     )
     outputs_of = functools.cache(_outputs)  # workers that recorded the same share a table
-    for workers in gathered((id(worker.capture), worker) for worker in with_adapter).values():
+    for workers in group_by_key((id(worker.capture), worker) for worker in with_adapter).values():
         tables = [worker.records.stage(standard.FORWARD) for worker in workers if not worker.case.only]
         outputs = [table_outputs for table_outputs in map(outputs_of, tables) if table_outputs is not None]
         # an effect on one worker is enough: where others lack it, they differ from that one

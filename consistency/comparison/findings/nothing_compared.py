@@ -20,7 +20,7 @@ from consistency.comparison.by_worker import coverage
 from consistency.comparison.findings.evidence import ComparisonEvidence
 from consistency.comparison.findings.finder import Finder, Phase
 from consistency.comparison.judge import NOT_FINITE
-from consistency.comparison.outcomes import Workers, gathered, names_in
+from consistency.comparison.outcomes import Workers, group_by_key, union_of_workers
 from consistency.comparison.records import Key, tables_of
 from consistency.comparison.result import BAD, Finding, Severity, TensorComparison, rows_of, tensor_name
 from consistency.comparison.workers import ComparedWorker, in_order_of, labels_of
@@ -45,7 +45,7 @@ def find_nothing_compared(evidence: ComparisonEvidence) -> Iterator[Finding]:
     if evidence.tensors and not coverage(tensor for tensor in evidence.tensors if not _is_lost(tensor)):
         yield _report_no_comparison(evidence)
         return
-    captures = list(gathered((id(worker.capture), worker) for worker in whole_workers).values())
+    captures = list(group_by_key((id(worker.capture), worker) for worker in whole_workers).values())
     if len(captures) > 1:
         yield from _captures_without_common_tensors(captures)
 
@@ -256,7 +256,7 @@ def _report_without_number(
     if files_text:
         message += f"; {files_text}"
         advice = _NEXT
-    labels = names_in(workers for _, workers in rows)
+    labels = union_of_workers(workers for _, workers in rows)
     return Finding(
         kind=kinds.NOTHING_COMPARED,
         severity="error",
@@ -273,9 +273,9 @@ def _overflow(compared: Sequence[ComparedWorker]) -> Iterator[Finding]:
 
     Blocks are compared on equal inputs, and one whose passes on the CPU overflow too is not.
     """
-    # workers by dtype and first block, which is empty where none is known
+    # workers, and their outputs, by dtype and first block, which is empty where none is known
     overflows: dict[tuple[str, str], dict[str, None]] = {}
-    outputs: dict[str, None] = {}
+    outputs: dict[tuple[str, str], dict[str, None]] = {}
     for worker in compared:
         forward = worker.records.stage(standard.FORWARD).values()
         records = [record for record in forward if not record.load_path]
@@ -285,8 +285,10 @@ def _overflow(compared: Sequence[ComparedWorker]) -> Iterator[Finding]:
             continue
         blocks = [record for record in records if OVERFLOWS in (record.reason or "")]
         first_block = min(blocks, key=lambda record: record.order).layer if blocks else ""
-        overflows.setdefault((overflowed[0].dtype, first_block), {})[worker.label] = None
-        outputs |= dict.fromkeys(tensor_name(*record.key) for record in overflowed)
+        dtype_and_block = overflowed[0].dtype, first_block
+        overflows.setdefault(dtype_and_block, {})[worker.label] = None
+        names = [tensor_name(*record.key) for record in overflowed]
+        outputs.setdefault(dtype_and_block, {}).update(dict.fromkeys(names))
     for (dtype, first_block), labels in overflows.items():
         statement = f"outputs are NaN or infinite in {dtype}, and finite in float64"
         where = f", first in {first_block}" if first_block else ""
@@ -297,7 +299,7 @@ def _overflow(compared: Sequence[ComparedWorker]) -> Iterator[Finding]:
             message=f"forward · {some(list(labels))} · {statement}{where}",
             general=f"forward · {statement}",
             workers=tuple(labels),
-            tensors=tuple(outputs),
+            tensors=tuple(outputs[dtype, first_block]),
             next=advice,
         )
 
@@ -343,7 +345,7 @@ _UNUSED = "these inputs do not reach it, or the model reads its weight itself, w
 
 @dataclass(slots=True)
 class _Skipped:
-    """Tensors that were skipped for one reason: the layer of each by its name, and the workers that skipped them."""
+    """The tensors that were skipped for one reason: layers by the name of the tensor, and sets of workers."""
 
     workers: list[Workers] = field(default_factory=list)
     layers: dict[str, str] = field(default_factory=dict)
@@ -353,7 +355,7 @@ def find_skipped(evidence: ComparisonEvidence) -> Iterator[Finding]:
     """Report the tensors and checks that were skipped, by stage and reason."""
     facts = {tensor.name for tensor in evidence.tensors if tensor.rule == Rule.LIMIT}
     for (stage, reason), skipped in _skipped_by_reason(evidence.tensors).items():
-        labels = in_order_of(evidence.workers, names_in(skipped.workers))
+        labels = in_order_of(evidence.workers, union_of_workers(skipped.workers))
         names = tuple(skipped.layers)
         noun = "check" if facts.issuperset(names) else "tensor"
         layers = list(dict.fromkeys(skipped.layers.values()))

@@ -16,7 +16,7 @@ from consistency.comparison.findings.details import describe_change
 from consistency.comparison.findings.evidence import ComparisonEvidence
 from consistency.comparison.findings.finder import Finder, Phase
 from consistency.comparison.findings.next_command import run_again
-from consistency.comparison.outcomes import gathered
+from consistency.comparison.outcomes import group_by_key
 from consistency.comparison.records import Key
 from consistency.comparison.result import BAD, Finding, Severity, TensorComparison, tensor_name
 from consistency.comparison.workers import ComparedWorker
@@ -243,7 +243,7 @@ def _changed_on_repeat(evidence: ComparisonEvidence) -> dict[tuple[str, str, tup
     reported_by_soaks: set[tuple[str, str]] = set()  # `find_soak` reports these
     for worker in evidence.workers:
         reported_by_soaks.update((worker.label, tensor_name(*key)) for key in worker.changes)
-    workers = gathered((worker.label, worker) for worker in evidence.workers)
+    workers = group_by_key((worker.label, worker) for worker in evidence.workers)
     changed: dict[tuple[str, str, tuple[str, ...]], list[str]] = {}
     for tensor in evidence.tensors:
         key = (tensor.stage, tensor.layer, tensor.tensor)

@@ -1,4 +1,4 @@
-"""Devices of one model that ran one program on the same bytes, and differ: the odd ones, where a majority agrees.
+"""Find devices of one model that ran the same program on the same bytes and differ; name the minority.
 
 A majority is more than half of the devices that recorded the stage, agreeing bitwise in all of its tensors: no other
 set of devices that agree can then be as large, and it would take as many devices with the same wrong bits to name the
@@ -23,7 +23,7 @@ from consistency.comparison import kinds
 from consistency.comparison.findings.evidence import ComparisonEvidence
 from consistency.comparison.findings.finder import Finder, Phase
 from consistency.comparison.findings.repeats import AS_DEPLOYED, without_version
-from consistency.comparison.outcomes import gathered, names_in
+from consistency.comparison.outcomes import group_by_key, union_of_workers
 from consistency.comparison.records import Key, Records, StageTable, tables_of
 from consistency.comparison.result import BAD, Finding, Severity, TensorComparison, rows_of, tensor_name
 from consistency.comparison.site_groups import SiteGroups
@@ -83,7 +83,7 @@ def _programs(
     A worker whose weights are wrong is left out: it ran the program on other bytes.
     """
     weights = (tensor for tensor in tensors if tensor.stage in MOVES_WEIGHTS and not is_alternative(tensor.load_path))
-    with_wrong_weights = names_in(row.workers for _, row in rows_of(weights) if row.status in BAD)
+    with_wrong_weights = union_of_workers(row.workers for _, row in rows_of(weights) if row.status in BAD)
     by_program: dict[tuple[Any, ...], list[ComparedWorker]] = {}
     for worker in compared:
         if worker.program is None or worker.label in with_wrong_weights or worker.info.status != "ok":
@@ -98,7 +98,7 @@ def _computed_keys_by_stage(members: Sequence[ComparedWorker]) -> dict[str, list
     keys: dict[Key, None] = {}
     for table in tables_of(member.records for member in members):
         keys.update(dict.fromkeys(key for key, record in table.items() if record.rule != "bitwise"))
-    return gathered((key[0], key) for key in keys)
+    return group_by_key((key[0], key) for key in keys)
 
 
 def _disagreements(
@@ -134,7 +134,7 @@ def _tables_of_stage(members: Sequence[ComparedWorker], stage: str) -> list[Stag
 
 def _groups_of(members: Sequence[ComparedWorker]) -> Iterable[Sequence[ComparedWorker]]:
     """Return the workers that ran side by side in one group, where there are several: of one capture and load path."""
-    ranks = gathered(((str(member.capture.folder), member.load_path), member) for member in members)
+    ranks = group_by_key(((str(member.capture.folder), member.load_path), member) for member in members)
     return [side_by_side for side_by_side in ranks.values() if len(side_by_side) > 1]
 
 
@@ -178,7 +178,7 @@ def _majority_bits(bits_of_workers: Sequence[tuple[ComparedWorker, _Bits]]) -> _
 
     Each device has one vote, whatever its load paths, variants and captures, and none if these differ from each other.
     """
-    bits_by_device = gathered(
+    bits_by_device = group_by_key(
         dict.fromkeys((worker.device.partition("@")[0], bits) for worker, bits in bits_of_workers)
     )
     votes = Counter(bits_of_device[0] for bits_of_device in bits_by_device.values() if len(bits_of_device) == 1)
@@ -270,7 +270,7 @@ def _suffix(is_pinned: bool) -> str:
 
 _HOST, _PCI = "host", "PCI address"
 _PLACES = frozenset({_HOST, _PCI})
-"""Facts that name a single device as much as its own name does, and so tell nothing of one odd device alone."""
+"""Facts that say where a device is: of a single odd device they tell no more than its name does."""
 
 _IDENTITY = frozenset({"device_uuid"})
 _MOST_NAMED = 3

@@ -10,7 +10,7 @@ from consistency.case.tolerance import Override
 from consistency.comparison import kinds
 from consistency.comparison.findings.evidence import ComparisonEvidence
 from consistency.comparison.findings.finder import Finder, Phase
-from consistency.comparison.outcomes import gathered
+from consistency.comparison.outcomes import group_by_key
 from consistency.comparison.records import StageTable, tables_of
 from consistency.comparison.result import Finding, tensor_name
 from consistency.comparison.workers import ComparedWorker, labels_of
@@ -94,7 +94,7 @@ def _idle(override: Override, compared: Sequence[ComparedWorker]) -> Iterator[Fi
 
 def _different_tolerances(compared: Sequence[ComparedWorker]) -> Iterator[Finding]:
     """Report captures made with different tolerances: every row is judged by its own capture's."""
-    labels_by_tolerances = gathered((worker.case.tolerance, worker.label) for worker in compared)
+    labels_by_tolerances = group_by_key((worker.case.tolerance, worker.label) for worker in compared)
     if len(labels_by_tolerances) < 2:
         return
     descriptions = []

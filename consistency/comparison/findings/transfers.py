@@ -24,7 +24,7 @@ from consistency.case import standard
 from consistency.comparison.findings.details import describe
 from consistency.comparison.findings.evidence import ComparisonEvidence
 from consistency.comparison.findings.finder import Finder, Phase
-from consistency.comparison.outcomes import gathered, names_in
+from consistency.comparison.outcomes import group_by_key, union_of_workers
 from consistency.comparison.result import BAD, Finding, Outcome, TensorComparison
 from consistency.devices.host.facts import Gpu, HostFacts
 from consistency.devices.host.kernel_log import LOGGED
@@ -274,13 +274,13 @@ def find_transfers(evidence: ComparisonEvidence) -> Iterator[Finding]:
     """Report for each machine which copies are wrong, which are fine, and the likely cause."""
     hosts = {home_of(worker.label): worker.capture.manifest.host_facts for worker in evidence.workers}
     for matrix in matrices(evidence.tensors):
-        by_word = gathered((matrix.cells[pair].word, pair) for pair in matrix.wrong)
+        by_word = group_by_key((matrix.cells[pair].word, pair) for pair in matrix.wrong)
         for word, pairs in by_word.items():
             yield _report(matrix, word, pairs, hosts.get(matrix.home))
 
 
 def _report(matrix: Matrix, word: Word, pairs: Sequence[Pair], host_facts: HostFacts | None) -> Finding:
-    """Report the pairs of one machine whose copies are wrong in one way.
+    """Report the pairs of devices of a machine whose copies are wrong in the same way.
 
     Parameters
     ----------
@@ -295,7 +295,7 @@ def _report(matrix: Matrix, word: Word, pairs: Sequence[Pair], host_facts: HostF
         for kind in cells[pair].plain:
             wrong_rows += cells[pair].wrong[kind]
     # the workers of copies over these hops are not named: the hop is to blame
-    workers = tuple(sorted(names_in(row.workers for _, row in wrong_rows), key=_by_number))
+    workers = tuple(sorted(union_of_workers(row.workers for _, row in wrong_rows), key=_by_number))
     wrong_rows += _rows_over(cells, pairs)
     likely = reasons(host_facts, pairs, no_peer_access=[pair for pair in pairs if cells[pair].no_peer_access])
     causes = [reason.text for reason in likely]

@@ -26,7 +26,7 @@ from consistency.case import standard
 from consistency.comparison import kinds
 from consistency.comparison.findings.evidence import ComparisonEvidence
 from consistency.comparison.findings.finder import Finder, Phase
-from consistency.comparison.outcomes import gathered
+from consistency.comparison.outcomes import group_by_key
 from consistency.comparison.result import BAD, Finding, Outcome, Severity, TensorComparison, rows_of
 from consistency.comparison.workers import ComparedWorker, labels_of
 from consistency.devices.spec import label_of
@@ -104,6 +104,7 @@ def find_configs(evidence: ComparisonEvidence) -> Iterator[Finding]:
         settings = worker.records.get((standard.ADAPTER, SETTINGS_LAYER, RANK_AND_SCALING))
         if settings is not None:
             problems.add(worker.label, settings.evidence)
+    # workers that found the same problem share a finding: they read the same two files
     for remark, labels in problems.remarks.items():
         yield Finding(
             kind=remark.flaw,
@@ -142,7 +143,7 @@ def find_configs(evidence: ComparisonEvidence) -> Iterator[Finding]:
 def _different_base_configs(compared: Sequence[ComparedWorker]) -> Iterator[Finding]:
     """Report bases whose configs differ: each worker is judged against float64 by its own, so that no row shows it."""
     groups = list(
-        gathered((encode_json(worker.info.config), worker) for worker in compared if worker.info.config).values()
+        group_by_key((encode_json(worker.info.config), worker) for worker in compared if worker.info.config).values()
     )
     # the first group has the config that the others are compared with
     for workers in groups[1:]:

@@ -19,26 +19,27 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
     Attributes
     ----------
     name : str
-        As the user knows it: `cuda:1`.
+        Name of the device for users: `cuda:1`.
     pci_bus_id : str
-        As sysfs writes it: `0000:17:00.0`.
+        PCI bus id as sysfs writes it: `0000:17:00.0`.
     iommu_group, iommu_type : str or None
-        `DMA` and `DMA-FQ` translate, `identity` does not.
+        Number and type of the device's IOMMU group; the types `DMA` and `DMA-FQ` translate addresses, `identity` does
+        not.
     path : tuple of str
         PCI bus ids from the root down to the device itself.
     acs : dict
-        By PCI bus id of each bridge above the device that has ACS: the names of the controls that are on.
+        Names of the ACS controls that are on, by the PCI bus id of each bridge above the device that has ACS.
     link : dict of str to int or str
-        `width`, `max_width`, `slot_width`, `speed`, `max_speed`; a link that idles runs below its greatest speed, and
-        not every slot is as wide as the device.
+        The PCIe link: `width`, `max_width`, `slot_width`, `speed`, `max_speed`. A link that idles runs below its
+        greatest speed, and not every slot is as wide as the device.
     counters, after : dict of str to int
-        ECC, row remapping and PCIe replay counters when the run began, and those that had risen when it ended.
+        Counters of ECC, row remapping and PCIe replays when the run began, and those that had risen when it ended.
     nvlinks : int or None
-        Number of links that are up.
+        Number of NVLink links that are up.
     vbios, board : str or None
         Version of the firmware, and part number of the board.
     vendor : Vendor
-        Decides which tool was asked.
+        Vendor of the device, whose tool or library was asked.
     """
 
     name: str
@@ -75,18 +76,20 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
 
 
 class Link(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """How two accelerators are connected.
+    """The connection between two accelerators.
 
     Attributes
     ----------
+    a, b : str
+        Names of the two accelerators.
     ancestor : str or None
-        PCI bus id of the last bridge above both, `host bridge` where only the root complex is.
+        PCI bus id of the last bridge above both; `host bridge` where they have only the root complex in common.
     topology : str or None
-        NVML's name for it, as `nvidia-smi topo -m` writes it: PIX, PXB, PHB, NODE, SYS.
+        NVML's name for the connection, as `nvidia-smi topo -m` writes it: PIX, PXB, PHB, NODE, SYS.
     peer : str or None
-        What the driver reports of reads and writes from one to the other.
+        The driver's answer whether each can read and write the other's memory: `ok`, or why not.
     nvlink : bool or None
-        Whether NVLink joins the two, by NVML.
+        Whether NVLink joins the two, as NVML reports.
     """
 
     a: str

@@ -76,8 +76,8 @@ def read_host(
 
 def _read_sysfs(devices: Sequence[DeviceInfo], root: Path, unread: dict[str, str]) -> tuple[list[Gpu], list[Link]]:
     """Return the GPUs and how each two of them are connected, as sysfs shows them; `unread` is added to."""
-    # Numerical variants of a device have its index, and are one device of the host.
-    infos = {info.spec.index: info for info in devices if info.pci_bus_id is not None}
+    # Numerical variants of a device have its type and index, and are one device of the host.
+    infos = {(info.spec.type, info.spec.index): info for info in devices if info.pci_bus_id is not None}
     gpus = [_read_gpu(root, info, unread) for info in infos.values()]
     links = []
     for i, a in enumerate(gpus):

@@ -25,7 +25,7 @@ from consistency.extras.training.ranks.parts import RankPart, gather, local_part
 from consistency.extras.training.step_judging import record_part
 from consistency.numerics import words
 from consistency.numerics.chunks import exact_chunks
-from consistency.numerics.diagnosis_moved import Known, diagnose_moved, diagnose_structure
+from consistency.numerics.diagnosis_moved import OtherContents, diagnose_moved, diagnose_structure
 from consistency.numerics.digest import digest
 from consistency.numerics.distance import measure
 from consistency.numerics.error import measure_against_exact
@@ -79,8 +79,8 @@ def record_held(
             continue
         is_wrong = True
         layer, tensor = _place(context, name, is_of_adapter=is_of_adapter)
-        known = other_parts(ranks, parameter, whole)
-        record_difference(context, stage, layer, f"{tensor}.{HELD}", actual, expected, known=known)
+        other_contents = other_parts(ranks, parameter, whole)
+        record_difference(context, stage, layer, f"{tensor}.{HELD}", actual, expected, other_contents=other_contents)
     is_wrong |= _record_settings(context, stage, model)
     # within, for each wrong tensor has a fact of its own that is outside
     status: RecordStatus = "within" if is_wrong else "equal"
@@ -113,7 +113,7 @@ def record_difference(
     actual: torch.Tensor,
     expected: torch.Tensor,
     *,
-    known: Known,
+    other_contents: OtherContents,
     evidence: Mapping[str, Any] | None = None,
 ) -> None:
     """Record, as a fact of this rank alone, how its tensor differs from the expected one."""
@@ -122,19 +122,19 @@ def record_difference(
     diagnosis = diagnose_structure(actual, expected)
     if diagnosis is None:
         measured = measure(actual, expected)
-        diagnosis = diagnose_moved(actual, expected, measured, known=known)
+        diagnosis = diagnose_moved(actual, expected, measured, other_contents=other_contents)
         all_evidence |= {"wrong_elements": measured.mismatched, "of": actual.numel()}
     all_evidence |= diagnosis.evidence
     context.record.fact(stage, layer, tensor, status="outside", word=diagnosis.word, evidence=all_evidence)
 
 
-def other_parts(ranks: JoinedGroup, parameter: torch.Tensor, whole: torch.Tensor) -> Known:
+def other_parts(ranks: JoinedGroup, parameter: torch.Tensor, whole: torch.Tensor) -> OtherContents:
     """Return the contents that a rank may hold in place of its own part: the parts of other ranks."""
     name_by_digest = {}
     for number, rank in enumerate(ranks.group.ranks):
         part = part_of(parameter, rank=number, world=ranks.world)
         name_by_digest[digest(part.cut_from(whole)).value] = f"the part of {rank}"
-    return Known(swapped=lambda tensor: name_by_digest.get(digest(tensor).value))
+    return OtherContents(swapped=lambda tensor: name_by_digest.get(digest(tensor).value))
 
 
 def _record_settings(context: Context, stage: Stage, model: torch.nn.Module) -> bool:

@@ -225,7 +225,7 @@ class StepJudge:
         row = TensorRecord(
             self._stage, layer, tensor, rule=Rule.BOUND, status="measured", evidence=evidence, word=row_word
         )
-        record.computed(row, tensors[step], tolerance=tolerance, found=measure, chunks=chunks)
+        record.computed(row, tensors[step], tolerance=tolerance, measure=measure, chunks=chunks)
         return is_within
 
     def _stretches(
@@ -361,7 +361,7 @@ def record_part(
         diagnosis = diagnose_computed(measure, chunks)
         status, word = "outside", diagnosis.word
         all_evidence |= {**diagnosis.evidence, "wrong_elements": measure.mismatched}
-    context.record.fact(stage, layer, tensor, share=ratio, word=word, status=status, evidence=all_evidence)
+    context.record.fact(stage, layer, tensor, ratio=ratio, word=word, status=status, evidence=all_evidence)
 
 
 def _ratio(measure: Measure) -> float:

@@ -28,7 +28,7 @@ from consistency.capture.json_codec import json_number
 from consistency.capture.wording import some
 from consistency.case.stages import stage_order
 from consistency.comparison.layers import ByArchitecture, LayerCell, LayerComparison, cells_of
-from consistency.comparison.outcomes import Workers, gathered, names_in, worst_of
+from consistency.comparison.outcomes import Workers, group_by_key, union_of_workers, worst_of
 from consistency.comparison.result import BAD, Comparison, Outcome, TensorComparison
 from consistency.numerics.rules import Rule
 from consistency.report.layers import cell_figures, devices_text
@@ -140,7 +140,7 @@ def columns(comparison: Comparison, load_path: str, rows: Sequence[Row]) -> list
     workers = {worker.name: worker for worker in comparison.workers if worker.load_path == load_path}
     if len(workers) > MOST_COLUMNS:
         return list(map(_column_of_row, rows))
-    with_results = names_in(tensor.workers for tensor in comparison.tensors if tensor.load_path == load_path)
+    with_results = union_of_workers(tensor.workers for tensor in comparison.tensors if tensor.load_path == load_path)
     # A reference file has no rows, and a reference worker may have them on a load path that it did not take.
     names = [name for name, worker in workers.items() if name in with_results or worker.status != "ok"]
     names += [name for name in with_results if name not in workers]
@@ -235,7 +235,7 @@ def sections(
 
 def architectures(drawn: Sequence[MapColumn]) -> dict[str, tuple[str, ...]]:
     """Return the architectures of a load path, each with the labels of its columns."""
-    labels = gathered((column.architecture, column.label) for column in drawn)
+    labels = group_by_key((column.architecture, column.label) for column in drawn)
     return {name: tuple(names) for name, names in labels.items()}
 
 
@@ -293,11 +293,11 @@ class _ColumnWorkers:
 
     def _by_column(self, workers: Workers) -> dict[int, Workers]:
         """Return the workers of a row that are in columns, by the index of the column."""
-        names_by_column = gathered((self._columns[name], name) for name in workers if name in self._columns)
+        names_by_column = group_by_key((self._columns[name], name) for name in workers if name in self._columns)
         return {index: tuple(names) for index, names in names_by_column.items()}
 
     def classes(self, classes: tuple[Workers, ...]) -> Mapping[str, int]:
-        """Return the number of each worker's class; of the tensors of a stage most have the same classes."""
+        """Return the number of each worker's class; it is kept, as most tensors of a stage have the same classes."""
         if self._classes[0] is not classes:
             self._classes = classes, {name: number for number, names in enumerate(classes) for name in names}
         return self._classes[1]

@@ -58,7 +58,7 @@ def _effect_of_layers(
 
 
 def _has_own_parameters(context: Context) -> bool:
-    """Return whether the adapted model has parameters beside those of the base."""
+    """Return whether the adapted model has parameters that the base has not."""
     base_addresses = context.base.addresses()
     return any(start_of(parameter) not in base_addresses for parameter in context.model.parameters())
 

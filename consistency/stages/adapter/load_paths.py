@@ -21,7 +21,7 @@ from consistency.capture.names import LOADED_AGAIN, SETTINGS_LAYER, adapter_plac
 from consistency.capture.records import TensorRecord
 from consistency.case.load_path import LoadPath
 from consistency.errors import first_line
-from consistency.numerics.diagnosis_moved import Known
+from consistency.numerics.diagnosis_moved import OtherContents
 from consistency.numerics.digest import as_bytes, digest
 from consistency.numerics.dtype import name_of
 from consistency.numerics.rules import Rule
@@ -132,7 +132,7 @@ def _record_loaded(
             TensorRecord("adapter", layer, part, rule=Rule.BITWISE, status="equal", cast=cast, evidence=evidence),
             actual=actual,
             expected=expected,
-            known=Known(
+            other_contents=OtherContents(
                 poison=POISON.get(actual.element_size()),
                 swapped=functools.partial(file_of_another, by_digest, digest(expected).value),
                 stale=functools.partial(stale_bytes, context.base.tensors),

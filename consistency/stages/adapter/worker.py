@@ -25,7 +25,7 @@ from consistency.case.checkpoint import read_json
 from consistency.devices.memory import available_bytes
 from consistency.errors import InputError
 from consistency.numerics import words
-from consistency.numerics.diagnosis_moved import Known
+from consistency.numerics.diagnosis_moved import OtherContents
 from consistency.numerics.digest import digest
 from consistency.numerics.dtype import name_of
 from consistency.numerics.identity import start_of
@@ -138,16 +138,16 @@ def _record_tensor(
         # right at first: record the result of loading again, over poison
         actual = loads.wrong
         evidence["when"] = "loaded again, over NaN"
-        known = Known(poison=POISON[actual.element_size()])
+        other_contents = OtherContents(poison=POISON[actual.element_size()])
     else:
-        known = Known(
+        other_contents = OtherContents(
             initial=context.initial.get(name),
             swapped=functools.partial(file_of_another, keys_by_digest, expected_digest),
             stale=functools.partial(stale_bytes, context.base.tensors),
         )
     not_finite = count_not_finite(expected) if context.job.makes_reference else 0
     row = replace(_row(layer, part, actual), repeats=loads.digests, evidence=evidence, not_finite=not_finite)
-    context.record.moved(row, actual=actual, expected=expected, known=known, keep=True)
+    context.record.moved(row, actual=actual, expected=expected, other_contents=other_contents, keep=True)
 
 
 def _row(layer: str, part: str, tensor: torch.Tensor) -> TensorRecord:

@@ -96,7 +96,7 @@ def _record_computed(
         buffer=is_buffer,
         evidence=evidence,
     )
-    context.record.computed(row, host, digests=[actual_digest], found=measure)
+    context.record.computed(row, host, digests=[actual_digest], measure=measure)
 
 
 def _evidence(context: Context, name: str, origin: str) -> dict[str, str]:

@@ -25,7 +25,7 @@ def forward(context: Context, ledger: Ledger) -> Again:
     all_modes = (ADAPTER_ON, ADAPTER_OFF, ADAPTER_MERGED)
     modes = [mode for mode in all_modes if ledger.has(standard.FORWARD, f"{mode}.{END_TO_END}")]
     path = context.scratch / REFERENCE_FILE
-    reference = Reference.of(path) if path.exists() else None
+    reference = Reference.open_published(path) if path.exists() else None
 
     def again() -> Iterator[None]:
         for mode in modes:

@@ -98,7 +98,7 @@ Results = dict[str, torch.Tensor]
 """Results of modules on the CPU, by the names of their places."""
 
 PassReaders = dict[str, list[Callable[[str], torch.Tensor | None]]]
-"""By the name of the products, a function for each noisy pass: it returns the result of a name, None where none is."""
+"""Functions by the name of the products, one per noisy pass: each returns a result by its name, None without one."""
 
 NOT_JUDGED = "shown, not judged: over the whole model rounding errors add up, and a trained model amplifies them"
 
@@ -342,7 +342,7 @@ def by_blocks(
     def given(name: str, value: torch.Tensor) -> torch.Tensor:
         if saw is not None:
             value = saw(name, value)
-        return answer.given(exact_mode, name, value)
+        return answer.given_value(exact_mode, name, value)
 
     with deciding(replay.watch_if_any(exact_mode), gradient=False, places=replay.places):
         return results_of(model, inputs, given, context.events.block), replay
@@ -422,7 +422,7 @@ def _record_end(
         evidence=evidence,
         reason=reference.tables.failures.get(_exact_mode(mode)) or not_judged,
     )
-    context.record.computed(row, output, found=measure, tolerance=tolerance, chunks=chunks)
+    context.record.computed(row, output, measure=measure, tolerance=tolerance, chunks=chunks)
 
 
 def _make_reference(context: Context, model: torch.nn.Module, inputs: Activations) -> tuple[Exact, Reference]:
@@ -466,7 +466,7 @@ def _make_reference(context: Context, model: torch.nn.Module, inputs: Activation
     # a soak reads it from the file again; where nobody does, none is written
     if context.job.others_wait or case.soak_s is not None or _is_read_by_another_stage(case.stages):
         publish(context.scratch, tensors, tables)
-    return exact, Reference(path=context.scratch / REFERENCE_FILE, tables=tables, made=tensors)
+    return exact, Reference(path=context.scratch / REFERENCE_FILE, tables=tables, in_memory=tensors)
 
 
 def _compute_mode(
@@ -523,8 +523,9 @@ def _compute_in_float64(
     dtype = next(p.dtype for p in model.parameters() if p.dtype in UNIT_ROUNDOFF)
 
     def given(name: str, value: torch.Tensor) -> torch.Tensor:
-        kept = exact.given[given_name(mode, name)] = rounded(value, dtype)
-        return kept.to(value.dtype)
+        # rounded once: workers get these values in the tested dtype, and their exact results have to come from the same
+        block_input = exact.given[given_name(mode, name)] = rounded(value, dtype)
+        return block_input.to(value.dtype)
 
     def take(place: ResultPlace, result: torch.Tensor) -> None:
         exact.results[f"{mode}::{place}"] = as_exact(result, dtype)
@@ -544,7 +545,7 @@ def _compute_in_float64(
 def _draw(context: Context, model: torch.nn.Module, inputs: Activations, mode: str, exact: Exact) -> PassReaders:
     """Compute a mode with noise, on the exact pass's block inputs and decisions; return readers of the noisy passes."""
     kernels = half_kernels.replacement(model, tokens_of(inputs))
-    given = functools.partial(Reference.of_this_process(exact.given).given, _exact_mode(mode))
+    given = functools.partial(Reference.of_this_process(exact.given).given_value, _exact_mode(mode))
 
     def compute(title: str) -> Results:
         results: Results = {}

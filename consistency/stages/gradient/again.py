@@ -26,7 +26,7 @@ def gradient(context: Context, ledger: Ledger) -> Again:
     kernels = half_kernels.replacement(context.model, tokens_of(inputs))
     moved = is_moved(context, inputs)
     path = context.scratch / GRADIENT_FILE
-    reference = Reference.of(path) if path.exists() else None
+    reference = Reference.open_published(path) if path.exists() else None
 
     def again() -> Iterator[None]:
         if reference is not None:

@@ -98,6 +98,7 @@ def _record_updated(
     def read_before(part: slice) -> torch.Tensor:
         return flat[part].to("cpu")
 
+    # made anew for the measure and for the diagnosis: kept, they would take as much memory as the parameter in float64
     def stretches() -> Iterator[Stretch]:
         return _exact_stretches(elements_of(updated), read_before, gradient, parameter.numel(), tolerance)
 
@@ -111,7 +112,7 @@ def _record_updated(
         mapped(updated),
         digests=digests,
         tolerance=tolerance,
-        found=measure_stretches(updated, stretches()),
+        measure=measure_stretches(updated, stretches()),
         chunks=chunks,
     )
 

@@ -170,7 +170,7 @@ def _record_gradients(
             if not context.record.wants("gradient", layer) or 0 in gradient.shape:
                 continue
             # a gradient without an exact value is left to the comparison of workers, if it is one of the adapter
-            if name not in backward.wanted and not _has_exact_value(reference, name):
+            if name not in backward.parameters and not _has_exact_value(reference, name):
                 continue
             if missed := attention.missed(layer):
                 record_missed(context, "gradient", (layer, tensor), gradient.dtype, missed)
@@ -193,12 +193,12 @@ def _has_exact_value(reference: Reference, name: str) -> bool:
 
 def _record_steps(context: Context, backward: Backward, gradients: Gradients) -> None:
     """Record each parameter of the adapter after one step of the optimizer, or why it has none."""
-    for done, name in enumerate(backward.wanted):
+    for done, name in enumerate(backward.parameters):
         layer, tensor = adapter_place(context.expected[name][0])
         if not context.record.wants("gradient", layer):
             continue
         with context.events.passes(passes.STEPS):
-            context.events.step(layer, done, len(backward.wanted))
+            context.events.step(layer, done, len(backward.parameters))
         if name not in gradients:
             reason = NO_OUTPUT
         elif 0 in gradients[name].shape:
@@ -245,13 +245,13 @@ def _make_reference(context: Context, backward: Backward) -> Reference:
     except Skip as refused:
         failure, exact = str(refused), ExactGradients()
     track.publish()
-    tensors, tables = exact.tensors_with(drawn, backward.wanted)
+    tensors, tables = exact.tensors_with(drawn, backward.parameters)
     if failure:
         tables = msgspec.structs.replace(tables, failures={ADAPTER_ON: failure})
     # a soak reads it from the file again; where nobody does, none is written
     if context.job.others_wait or context.job.case.soak_s is not None:
         publish(context.scratch, tensors, tables, GRADIENT_FILE)
-    return Reference(path=context.scratch / GRADIENT_FILE, tables=tables, made=tensors)
+    return Reference(path=context.scratch / GRADIENT_FILE, tables=tables, in_memory=tensors)
 
 
 def _refusal(context: Context, backward: Backward, error: Exception) -> str:

@@ -96,7 +96,7 @@ def _record_allocations(record: Recorder, placement: Placement, device: torch.de
         # bytes that stay have no limit to be a ratio of
         limit_ratio = passing_ratio if counter == "allocated" and is_released else None
         record.fact(
-            "memory", str(device), counter, status=status, word=words.TOUCHED, share=limit_ratio, evidence=evidence
+            "memory", str(device), counter, status=status, word=words.TOUCHED, ratio=limit_ratio, evidence=evidence
         )
 
 
@@ -213,9 +213,9 @@ def _merge_peak(
         reason = f"the peak of a merge of {_kind(layer)} is reported, not judged: no limit is derived for it"
         fact(status="skipped", evidence=evidence, reason=reason)
     elif passes(peak.share):
-        fact(status="within", share=peak.share, evidence=evidence)
+        fact(status="within", ratio=peak.share, evidence=evidence)
     else:
-        fact(status="outside", word=THIRD_COPY, share=peak.share, evidence=evidence)
+        fact(status="outside", word=THIRD_COPY, ratio=peak.share, evidence=evidence)
 
 
 def _figures(peak: MergePeak, *, layer_bytes: int, model_bytes: int) -> dict[str, Any]:

@@ -83,7 +83,7 @@ class Computed:
 
     @property
     def key(self) -> tuple[bool | None, str]:
-        """Key of the tensor's measure among those of its layer: how it was merged, and its bits."""
+        """Key of the tensor's measure among the measures of its layer: the way of merging, and the bits."""
         return self.safe, self.bits
 
 
@@ -119,7 +119,7 @@ def judge(
             row,
             tensor.actual,
             digests=tensor.digests,
-            found=measure,
+            measure=measure,
             chunks=functools.partial(_chunks, tensor),
             diagnose=functools.partial(_diagnose, tensor),
             tolerance=tensor.tolerance,

@@ -112,7 +112,7 @@ def _record(
         row,
         weight,
         digests=digests,
-        found=measure_against_exact(host, exact.value, limit),
+        measure=measure_against_exact(host, exact.value, limit),
         tolerance=tolerance,
         chunks=lambda: exact_chunks(host, exact.value, limit),
         ingredients={"exact": exact.value},

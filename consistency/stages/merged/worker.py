@@ -204,7 +204,7 @@ def _record_bias(context: Context, place: str, bias: torch.Tensor, exact: Typed,
 
 
 def _refuse_without_weight(layer: Any) -> None:
-    """Merge a layer that has no weight of its own, such as a whole block, for the error by which PEFT refuses it."""
+    """Merge a layer without a weight of its own, such as a whole block, to get the error with which PEFT refuses it."""
     if hasattr(layer, "get_param") or hasattr(layer.get_base_layer(), weight_name(layer)):
         return
     with restored(layer):

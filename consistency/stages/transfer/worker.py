@@ -33,7 +33,7 @@ from consistency.case.stage import Level
 from consistency.errors import first_line
 from consistency.numerics import words
 from consistency.numerics.diagnosis import Diagnosis
-from consistency.numerics.diagnosis_moved import Known, diagnose_moved
+from consistency.numerics.diagnosis_moved import OtherContents, diagnose_moved
 from consistency.numerics.digest import as_bytes, combine
 from consistency.numerics.distance import measure
 from consistency.numerics.dtype import name_of
@@ -302,12 +302,12 @@ class Copies:
         if difference.mismatched == 0:
             return Diagnosis(word=words.DIFFERS, evidence={"digest_only": True})
         others = [(other.name, other.put(other.expected)) for other in together if other is not payload]
-        known = Known(
+        other_contents = OtherContents(
             poison=payload.poison,
             swapped=lambda tensor: _owner(tensor, others),
             stale=lambda tensor: _owner(tensor, self._sent),
         )
-        return diagnose_moved(received, expected, difference, known=known)
+        return diagnose_moved(received, expected, difference, other_contents=other_contents)
 
 
 def _payloads_at_once(name: str, kind: str) -> list[Payload]:

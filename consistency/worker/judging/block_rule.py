@@ -263,7 +263,7 @@ def _record_by_tolerance(
         row,
         actual,
         digests=digests,
-        found=measure_against_exact(actual, truth, tolerance),
+        measure=measure_against_exact(actual, truth, tolerance),
         tolerance=tolerance,
         chunks=lambda: exact_chunks(actual, truth, tolerance),
         ingredients={"exact": truth},
@@ -308,7 +308,7 @@ def _record_by_spread(
         actual,
         digests=digests,
         diagnose=diagnose,
-        found=figures.stated(measure_against_exact(actual, truth, allowed)),
+        measure=figures.stated(measure_against_exact(actual, truth, allowed)),
         chunks=lambda: exact_chunks(actual, truth, allowed),
         ingredients={"exact": truth, "allowed": allowed},
     )
@@ -353,9 +353,9 @@ NOT_REPLAYED = (
 
 
 def record_flips(
-    context: Context, stage: str, flips: Sequence[Flip], *, mode: str = "", more: Mapping[str, object] | None = None
+    context: Context, stage: str, flips: Sequence[Flip], *, mode: str = "", evidence: Mapping[str, object] | None = None
 ) -> None:
-    """Record decisions that differ, one row for each operation of a module, with `more` as further evidence.
+    """Record decisions that differ, one row for each operation of a module, with `evidence` added to that of each row.
 
     A row is within where rounding explains the worst of its decisions, else outside.
     """
@@ -376,13 +376,13 @@ def record_flips(
             tensor=f"{name}.{DECISIONS}{suffix}",
             status="within" if worst.is_undecided else "outside",
             word=None if worst.is_undecided else words.DECISION_FLIPPED,
-            share=ratio(worst.margin, worst.allowed),
+            ratio=ratio(worst.margin, worst.allowed),
             reason=f"{counted(elements, 'decision')} of {name} in {place} {verb}: {margin}",
             evidence={
                 "flipped": elements,
                 "margin": worst.margin,
                 "allowed": worst.allowed,
-                **(more or {}),
+                **(evidence or {}),
             },
         )
 
@@ -405,7 +405,7 @@ def computed_again(
         Returns a context manager that replaces slow kernels on this device.
     """
 
-    def trace(layer: str, tensor: str, share: Callable[[torch.Tensor], float]) -> TracedOperation | None:
+    def trace(layer: str, tensor: str, ratio_of: Callable[[torch.Tensor], float]) -> TracedOperation | None:
         if (layer, tensor) not in names:
             return None
         context.events.step(f"{layer}, computed again", 0, 1)
@@ -413,7 +413,7 @@ def computed_again(
         try:
             with torch.no_grad(), computing():
                 traced = trace_module(context.model, layer, names[layer, tensor], context.device, run)
-                tensors, ratio_again = kept_parts(traced, context.device, products, share)
+                tensors, ratio_again = kept_parts(traced, context.device, products, ratio_of)
         except NotTracedError as error:
             return {}, {NOT_RECOMPUTED: str(error)}
         except Exception as error:  # model code of any kind may raise anything, and the row is recorded nevertheless

@@ -42,7 +42,7 @@ def record_bounded(
         TensorRecord(stage, layer, tensor, rule=Rule.BOUND, status="measured"),
         actual,
         digests=digests,
-        found=measure_against_exact(actual, value, tolerance) if tolerance else measure_tracked(actual, exact),
+        measure=measure_against_exact(actual, value, tolerance) if tolerance else measure_tracked(actual, exact),
         tolerance=tolerance,
         chunks=lambda: exact_chunks(actual, value, tolerance or allowed),
         diagnose=functools.partial(diagnose_computed, in_tf32=None if tolerance else in_tf32),

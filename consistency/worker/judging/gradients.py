@@ -36,8 +36,10 @@ def backward_of(
     model: torch.nn.Module, names: list[str], inputs: Tensors, *, began: BlockBegan = no_listener
 ) -> Backward:
     """Return the backward pass over all inputs, which are rounded once: the model casts them to its own dtype."""
-    wanted = {name: model.get_parameter(name) for name in names}
-    return Backward(model=model, wanted=wanted, inputs=as_model_takes(model, inputs), loss=of_outputs, began=began)
+    parameters = {name: model.get_parameter(name) for name in names}
+    return Backward(
+        model=model, parameters=parameters, inputs=as_model_takes(model, inputs), loss=of_outputs, began=began
+    )
 
 
 def row_of(context: Context, name: str) -> tuple[str, str]:
@@ -64,10 +66,10 @@ class ExactGradients:
     gradients: Gradients = field(default_factory=dict)
     given: Tensors = field(default_factory=dict)
 
-    def tensors_with(self, drawn: Mapping[str, list[Gradients]], wanted: Parameters) -> tuple[Tensors, Tables]:
+    def tensors_with(self, drawn: Mapping[str, list[Gradients]], parameters: Parameters) -> tuple[Tensors, Tables]:
         """Return the tensors and tables to publish: these, and the spread of rounding errors in noisy passes."""
         reads = {title: [gradients.get for gradients in passes] for title, passes in drawn.items()}
-        found = spreads(reads, self.gradients, sums=wanted)
+        found = spreads(reads, self.gradients, sums=parameters)
         tensors = {**self.gradients, **self.given, **named_factors(found)}
         return tensors, Tables(failures={}, names=tuple(tensors), limits=limits_of(found))
 
@@ -86,7 +88,7 @@ def in_float64(backward: Backward, track: Track) -> ExactGradients:
         exact.gradients[name] = gradient.detach().to(CPU, torch.float64).contiguous()
 
     with (
-        trainable(backward.model, backward.wanted.values()),
+        trainable(backward.model, backward.parameters.values()),
         computing_exactly(backward),
         deciding(sections, gradient=True),
     ):
@@ -125,7 +127,8 @@ Computed = Callable[[str, torch.Tensor], torch.Tensor]
 def crossing_by(reference: Reference) -> Crossing:
     """Return the values and gradients of a reference for passes by blocks."""
     return Crossing(
-        given=functools.partial(reference.given, ADAPTER_ON), incoming=functools.partial(reference.incoming, GRADIENT)
+        given=functools.partial(reference.given_value, ADAPTER_ON),
+        incoming=functools.partial(reference.incoming, GRADIENT),
     )
 
 
@@ -147,14 +150,14 @@ def from_end_to_end(
     computing = computing_exactly(backward) if exact else nullcontext()
     with computing, deciding(watched, gradient=True):
         gradients = _gradients(backward, computed)
-    return {name: gradient for name, gradient in gradients.items() if name in backward.wanted}
+    return {name: gradient for name, gradient in gradients.items() if name in backward.parameters}
 
 
 @contextmanager
 def computing_exactly(backward: Backward) -> Iterator[None]:
     """Compute in float64, gradients of parameters too."""
     mode = Float64Mode()
-    with exact_layers(backward.model), mode.with_gradients(backward.wanted.values()), mode:
+    with exact_layers(backward.model), mode.with_gradients(backward.parameters.values()), mode:
         yield
 
 
@@ -173,6 +176,6 @@ def _gradients(
         gradients[name] = computed(name, gradient).detach().to(CPU).contiguous()
 
     crossing = Crossing() if reference is None else crossing_by(reference)
-    with trainable(backward.model, backward.wanted.values()):
+    with trainable(backward.model, backward.parameters.values()):
         backward_by_blocks(backward, crossing, take, sections)
     return gradients

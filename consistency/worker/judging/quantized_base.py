@@ -105,7 +105,7 @@ def _record_dequantized(context: Context, name: str, layer: Any) -> None:
     context.record.computed(
         TensorRecord("base", name, DEQUANTIZED, rule=Rule.BOUND, status="measured"),
         actual,
-        found=measure_against_exact(host, expected, allowed),
+        measure=measure_against_exact(host, expected, allowed),
         chunks=lambda: exact_chunks(host, expected, allowed),
         ingredients={"exact": expected},
     )

@@ -135,9 +135,9 @@ class _Boundary:
     own: torch.Tensor | None = None
     """The tensor that the outside has made in this place, to go back from; None for a block's output."""
     gradient: torch.Tensor | None = None
-    """The sum of the gradients that have come in from above."""
+    """The sum of the gradients that have come in from above; None in a pass on given gradients."""
     outside: torch.Tensor | None = None
-    """The part of that sum that came from outside of the blocks."""
+    """The sum of the gradients that came from outside of the blocks."""
 
     def add(self, gradient: torch.Tensor) -> None:
         self.gradient = _sum(self.gradient, gradient)
@@ -172,7 +172,7 @@ class Backward:
     """A model, inputs and a loss to go backward from."""
 
     model: torch.nn.Module
-    wanted: Mapping[str, torch.nn.Parameter]
+    parameters: Mapping[str, torch.nn.Parameter]
     """The only parameters that require a gradient, by name."""
     inputs: Activations
     loss: Loss
@@ -224,7 +224,7 @@ class _BackwardPass(BlockPass, ABC):
     def __init__(self, backward: Backward, given: Given, take: TakeGradient, sections: Sections) -> None:
         super().__init__(given, lambda *_: None, began=backward.began)
         self._backward = backward
-        self._wanted = backward.wanted
+        self._parameters = backward.parameters
         self._take_gradient = take
         self._sections = sections
         self._calls_made: list[_Call] = []
@@ -246,6 +246,10 @@ class _BackwardPass(BlockPass, ABC):
     @abstractmethod
     def _block_turn(self, call: _Call, done: int, count: int) -> None:
         """Go back through a block if it has not gone back yet, when `done` of `count` calls have."""
+
+    @abstractmethod
+    def _note_incoming(self, boundary: _Boundary, gradient: torch.Tensor) -> None:
+        """Keep a gradient that has come in at a boundary, where the pass goes on with the sum of these."""
 
     @abstractmethod
     def _incoming_gradient(self, boundary: _Boundary, tensor: torch.Tensor) -> torch.Tensor | None:
@@ -371,7 +375,7 @@ class _BackwardPass(BlockPass, ABC):
         for boundary in self._block_outputs:
             if boundary.outside is not None:
                 self._take_gradient(_gradient_name(boundary.place), boundary.outside)
-        for name in self._wanted:
+        for name in self._parameters:
             if name in self._parameter_gradients:
                 self._take_gradient(name, self._parameter_gradients[name])
 
@@ -381,7 +385,7 @@ class _BackwardPass(BlockPass, ABC):
         with self._sections.within(OUTSIDE_BACKWARD):
             for boundary, gradient in zip(leaves, self._gradients(terms, leaves), strict=True):
                 if gradient is not None:
-                    boundary.add(gradient)
+                    self._note_incoming(boundary, gradient)
                     boundary.outside = _sum(boundary.outside, gradient)
 
     def _go_back_through(
@@ -396,7 +400,7 @@ class _BackwardPass(BlockPass, ABC):
         input_gradients = self._gradients(terms, [boundary for _, boundary in inputs])
         for (part, boundary), gradient in zip(inputs, input_gradients, strict=True):
             if gradient is not None:
-                boundary.add(gradient)
+                self._note_incoming(boundary, gradient)
                 place = ResultPlace(call.place.layer, f"{part}{call.place.part}")  # with the number of the call
                 self._take_gradient(_gradient_name(place), gradient)
 
@@ -412,7 +416,7 @@ class _BackwardPass(BlockPass, ABC):
         boundaries
             Boundaries whose given tensors get a gradient each; None for one that the terms do not depend on.
         """
-        leaves = [*(boundary.given for boundary in boundaries), *self._wanted.values()]
+        leaves = [*(boundary.given for boundary in boundaries), *self._parameters.values()]
         if not terms or not leaves:
             return [None] * len(boundaries)
         # the graph is kept: others go back through what a block reaches outside of it, such as a prefix, as well
@@ -423,7 +427,7 @@ class _BackwardPass(BlockPass, ABC):
             retain_graph=True,
             allow_unused=True,
         )
-        for name, gradient in zip(self._wanted, gradients[len(boundaries) :], strict=True):
+        for name, gradient in zip(self._parameters, gradients[len(boundaries) :], strict=True):
             if gradient is not None:
                 self._parameter_gradients[name] = _sum(self._parameter_gradients.get(name), gradient)
         return [None if gradient is None else gradient.detach() for gradient in gradients[: len(boundaries)]]
@@ -450,6 +454,9 @@ class _BackwardOnGivenGradients(_BackwardPass):
 
     def _block_turn(self, call: _Call, done: int, count: int) -> None:
         """Do nothing: the block has gone back already."""
+
+    def _note_incoming(self, boundary: _Boundary, gradient: torch.Tensor) -> None:
+        """Do nothing: the gradients that come in are given, and a sum would stay in memory to the end of the pass."""
 
     def _incoming_gradient(self, boundary: _Boundary, tensor: torch.Tensor) -> torch.Tensor | None:
         return self._incoming(str(boundary.place), tensor)
@@ -510,6 +517,9 @@ class _BackwardFromTheLoss(_BackwardPass):
         with self._sections.within(str(call.place)):
             results = self._run_again(call) if call.results is None else call.results
             self._go_back_through(call, results, gradients)
+
+    def _note_incoming(self, boundary: _Boundary, gradient: torch.Tensor) -> None:
+        boundary.add(gradient)
 
     def _incoming_gradient(self, boundary: _Boundary, tensor: torch.Tensor) -> torch.Tensor | None:  # noqa: ARG002
         if boundary.gradient is None:

@@ -28,7 +28,7 @@ from consistency.numerics.aten_calls import (
     allowed_operation,
     blamed,
     each,
-    largest_share,
+    largest_ratio,
     read_calls,
     run_calls,
     run_exactly,
@@ -330,7 +330,7 @@ def _module_to_trace(model: torch.nn.Module, layer: str, name: str) -> tuple[tor
 
 
 def kept_parts(
-    traced: Traced, device: torch.device, products: Products, share: Callable[[torch.Tensor], float]
+    traced: Traced, device: torch.device, products: Products, ratio_of: Callable[[torch.Tensor], float]
 ) -> tuple[dict[str, torch.Tensor], float]:
     """Return the tensors that a reproducer needs, and the ratio of the result when it was computed again.
 
@@ -340,7 +340,7 @@ def kept_parts(
     ----------
     products : Products
         The products by which the device may compute.
-    share : callable
+    ratio_of : callable
         Returns the largest ratio of a result.
 
     Raises
@@ -350,14 +350,14 @@ def kept_parts(
     calls, last = read_calls(traced.text, traced.inputs)
     if not torch.equal(as_bytes(_copy(run_calls(calls, traced.inputs, device)[last])), as_bytes(traced.result)):
         raise NotTracedError("the same calls give other bits when they are repeated")
-    ratio = share(traced.result)
+    ratio = ratio_of(traced.result)
     if _bytes(traced) <= MOST_BYTES:
         return _as_tensors(traced), ratio
     size = f"its calls take {_bytes(traced) >> 20} MiB"
     if ratio <= 1:
         raise NotTracedError(f"{size}, and their result was right when it was computed again")
     inputs = {name: tensor if name.startswith("host") else tensor.to(device) for name, tensor in traced.inputs.items()}
-    suspects = blamed(calls, inputs, device, lambda results: share(results[last]))[:_MOST_BLAMED]
+    suspects = blamed(calls, inputs, device, lambda results: ratio_of(results[last]))[:_MOST_BLAMED]
     for number in suspects:
         if calls[number].operation.overloadpacket.__name__ in PRODUCTS:
             values = run_calls(calls[:number], inputs, device)
@@ -379,7 +379,7 @@ def _wrong_product(
     if _bytes(product) > MOST_BYTES:
         return None
     limit = _allowed_product(product_calls, product, expected, products)
-    if largest_share(product.result, expected, limit)[0] > 1:
+    if largest_ratio(product.result, expected, limit)[0] > 1:
         cut = {f"{CUT}actual": product.result, f"{CUT}expected": expected, f"{CUT}allowed": limit}
         return {**_as_tensors(product), **cut}
     return None

@@ -47,23 +47,23 @@ class Reference:
 
     path: Path
     tables: Tables
-    made: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """Tensors that this process has made, which need not be read from the file."""
+    in_memory: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """Tensors that this process has computed, which need not be read from the file."""
 
     @classmethod
-    def of(cls, path: Path) -> Reference:
-        """Return the reference that is published in a file."""
+    def open_published(cls, path: Path) -> Reference:
+        """Return the reference that `publish` wrote to a file; its tensors are read when they are asked for."""
         return cls(path=path, tables=decode_json(_tables(path).read_bytes(), Tables))
 
     @classmethod
-    def of_this_process(cls, made: Mapping[str, torch.Tensor]) -> Reference:
-        """Return a reference that is not published."""
-        return cls(path=Path(), tables=Tables(failures={}, names=()), made=made)
+    def of_this_process(cls, tensors: Mapping[str, torch.Tensor]) -> Reference:
+        """Return a reference that is in the memory of this process alone."""
+        return cls(path=Path(), tables=Tables(failures={}, names=()), in_memory=tensors)
 
     def read(self, name: str) -> Readable | None:
         """Return an exact tensor on the CPU; None where the reference has none of that name."""
-        if name in self.made:
-            return self.made[name]
+        if name in self.in_memory:
+            return self.in_memory[name]
         return read_tensor(self.path, name) if name in self.tables.names else None
 
     def known(self, name: str) -> torch.Tensor:
@@ -72,7 +72,7 @@ class Reference:
         assert value is not None, name
         return mapped(value)
 
-    def given(self, mode: str, name: str, own: torch.Tensor) -> torch.Tensor:
+    def given_value(self, mode: str, name: str, own: torch.Tensor) -> torch.Tensor:
         """Return the given value of a place in a mode's passes; `own` where the reference has none.
 
         Parameters
@@ -121,7 +121,7 @@ def wait_for(scratch: Path, events: EventLog, file: str = REFERENCE_FILE) -> Ref
     path, loss_marks = scratch / file, (scratch / REFERENCE_LOST, _failed(scratch / file))
     while True:
         if path.exists():
-            return Reference.of(path)
+            return Reference.open_published(path)
         for mark in loss_marks:
             if mark.exists():
                 return f"no float64 reference: {mark.read_text(encoding='utf-8')}"

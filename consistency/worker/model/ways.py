@@ -99,7 +99,7 @@ class Rows:
     sequence: int | None = None
 
 
-Found = dict[str, list[Rows]]
+RowsByPlace = dict[str, list[Rows]]
 """Rows of results, by the names of the places."""
 
 Choose = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -234,8 +234,8 @@ class Way:
         Returns the given value of a place for whole sequences, by name; None where it has none.
     shapes : mapping of str to torch.Size
         Shapes of the exact results that have a row for each token: see `by_rows`.
-    found : dict
-        The rows that were computed, by place.
+    rows_by_place : dict
+        The computed rows, by the name of their place.
     other_shapes : dict
         Shapes of results that have no row for each token, by place.
     """
@@ -244,7 +244,7 @@ class Way:
     sequences: Sequences
     given: Callable[[str], torch.Tensor | None]
     shapes: Mapping[str, torch.Size]
-    found: Found = field(default_factory=dict)
+    rows_by_place: RowsByPlace = field(default_factory=dict)
     other_shapes: dict[str, torch.Size] = field(default_factory=dict)
 
     def alone(self) -> None:
@@ -349,7 +349,7 @@ class Way:
         name = str(place)
         if result.is_floating_point() and name in self.shapes:
             rows = list(columns.rows(result, self.shapes[name], last))
-            self.found.setdefault(name, []).extend(rows)
+            self.rows_by_place.setdefault(name, []).extend(rows)
             if not rows:
                 self.other_shapes[name] = result.shape
 

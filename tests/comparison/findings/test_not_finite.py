@@ -83,5 +83,10 @@ def test_a_model_that_overflows_on_every_device_is_not_consistent(make_capture: 
     assert (finding.severity, finding.message) == ("error", f"forward · cpu, cuda:0 · {what}, first in layers.1.mlp")
     assert finding.general == f"forward · {what}"
     assert ("use bfloat16" in str(finding.next)) == (dtype == "float16")
+    other_end = msgspec.structs.replace(ends, dtype="float32", tensor="adapter_off.end_to_end")
+    mixed = compared(make_capture("c", {"cpu": records, "cuda:0": [moved(), other_end]}))
+    by_worker = {f.workers: f.tensors for f in mixed.findings if f.kind == kinds.NON_FINITE_VALUES}
+    assert by_worker[("cpu",)] == ("forward::logits.adapter_on.end_to_end",)
+    assert by_worker[("cuda:0",)] == ("forward::logits.adapter_off.end_to_end",)
     wrong = compared(make_capture("b", {"cpu": [moved(), forward()], "cuda:0": [moved("other"), *records[1:]]}))
     assert not any(one.kind == kinds.NON_FINITE_VALUES for one in wrong.findings)

@@ -268,6 +268,21 @@ def test_what_the_soak_left_out_is_said(comparison_of: Any) -> None:
     assert "memory during the soak" in comparison_of(soak(stages=left)).not_checked
 
 
+def test_a_stage_that_another_worker_repeated_is_not_called_left_out(make_capture: MakeCapture) -> None:
+    """A worker may have nothing to repeat in a stage, as the CPU in copies between devices."""
+    nothing = SoakedStage(stage="transfer", reason="the first run compared nothing of it")
+    repeated = SoakedStage(stage="transfer", tensors=3, repeats=5)
+
+    def not_checked(name: str, *stages: SoakedStage) -> list[str]:
+        info = {worker: {"soak": soak(stages=(one,))} for worker, one in zip(("cpu", "cuda:0"), stages, strict=True)}
+        records = {"cpu": [moved()], "cuda:0": [moved()]}
+        found = compared(make_capture(name, records, info=info, case={"soak_s": 600.0}))
+        return [text for text in found.not_checked if text.endswith("during the soak")]
+
+    assert not_checked("one", nothing, repeated) == []
+    assert not_checked("none", nothing, nothing) == ["transfer during the soak"]
+
+
 def test_changes_after_an_operation_without_a_deterministic_version_are_a_note(make_capture: MakeCapture) -> None:
     reached = computed(layer="layers.1.q", nondeterministic=("cumsum_cuda_kernel",))
     records = {name: [moved(), computed(), reached] for name in ("cpu", "cuda:0")}

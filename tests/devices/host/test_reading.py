@@ -57,6 +57,18 @@ def test_a_machine_is_read(tmp_path: Path) -> None:
     assert decode_json(encode_json(host_facts), HostFacts) == host_facts
 
 
+def test_devices_of_two_types_with_one_index_are_two_devices(tmp_path: Path) -> None:
+    """`cuda:0` and `xpu:0` are two cards; a numerical variant of `cuda:0` is the same card."""
+    first, second, *_ = gpus()
+    variant = msgspec.structs.replace(first, spec=DeviceSpec(type="cuda", index=0, variant="tf32"))
+    intel = msgspec.structs.replace(second, spec=DeviceSpec(type="xpu", index=0), uuid=None)
+    host_facts = read_host([first, variant, intel], root=make_host(tmp_path), run=lambda _: None, tool=lambda _: None)
+    assert [(gpu.name, gpu.pci_bus_id) for gpu in host_facts.gpus] == [
+        ("cuda:0", "0000:17:00.0"), ("xpu:0", "0000:18:00.0"),
+    ]  # fmt: skip
+    assert [(link.a, link.b) for link in host_facts.links] == [("cuda:0", "xpu:0")]
+
+
 def test_identity_does_not_translate(tmp_path: Path) -> None:
     host_facts = read(make_host(tmp_path, iommu="identity"), make_nvml())
     assert not any(gpu.is_translated for gpu in host_facts.gpus)

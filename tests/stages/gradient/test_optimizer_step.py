@@ -79,8 +79,8 @@ def test_the_parameter_after_the_step_is_recorded(
     assert torch.equal(given["actual"], expected)
     # blocks of a digest end where pieces do, which are shorter here
     assert given["digests"][0].value == given["digests"][1].value
-    assert given["found"].elements == parameter.numel()
-    assert parameter.numel() == 0 or 0 < given["found"].ratio <= 1
+    assert given["measure"].elements == parameter.numel()
+    assert parameter.numel() == 0 or 0 < given["measure"].ratio <= 1
     before = torch.cat([torch.empty(0), *(chunk.base for chunk in given["chunks"])])
     assert torch.equal(before, parameter.reshape(-1))
     assert not list(tmp_path.iterdir()), "the scratch file is gone"
@@ -96,12 +96,12 @@ def test_a_gradient_that_is_not_finite_anywhere_gives_no_bound(tmp_path: Path, m
 def test_a_step_that_divides_by_zero_on_any_device_is_not_judged(tmp_path: Path) -> None:
     """In float16 AdamW's ε is zero, and so are the squares of small gradients."""
     parameter, gradients = torch.ones(3, dtype=torch.float16), torch.tensor([0.5, -0.5, 1.0], dtype=torch.float16)
-    assert "found" in recorded(tmp_path, parameter, gradients)
+    assert "measure" in recorded(tmp_path, parameter, gradients)
     gradients[1] = 0.0
     assert not adamw.step(parameter, gradients).isfinite().all()
     given = recorded(tmp_path, parameter, gradients)
     assert given["skipped"] == "AdamW's ε is 0 in float16: its step divides small gradients by zero"
-    assert "found" in recorded(tmp_path, parameter.bfloat16(), gradients.bfloat16())
+    assert "measure" in recorded(tmp_path, parameter.bfloat16(), gradients.bfloat16())
 
 
 @pytest.mark.slow
@@ -114,7 +114,7 @@ def test_a_step_takes_no_memory_for_the_whole_parameter(tmp_path: Path) -> None:
         reset_peak()
         before = peak_bytes()
         given = recorded(tmp_path, parameter, gradient, reads=False)
-        assert given["found"].elements == parameter.numel()
+        assert given["measure"].elements == parameter.numel()
         return peak_bytes() - before
 
     taken(1 << 11)  # the first step reads code of libraries, which counts as resident

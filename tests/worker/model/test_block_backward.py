@@ -25,8 +25,8 @@ class Passes:
 
     def __init__(self, model: Any, inputs: Tensors) -> None:
         self.model, self.inputs = model.eval(), inputs
-        self.wanted = {name: one for name, one in model.named_parameters() if one.requires_grad}
-        self.of = Backward(model=self.model, wanted=self.wanted, inputs=inputs, loss=of_outputs)
+        self.parameters = {name: one for name, one in model.named_parameters() if one.requires_grad}
+        self.of = Backward(model=self.model, parameters=self.parameters, inputs=inputs, loss=of_outputs)
         self.given: Tensors = {}
         self.gradients: Tensors = {}
 
@@ -44,7 +44,7 @@ class Passes:
         self.given.clear()
         self.gradients.clear()
         mode = Float64Mode()
-        with mode.with_gradients(self.wanted.values()), mode:
+        with mode.with_gradients(self.parameters.values()), mode:
             crossing = Crossing(given=keep(self.given), come_in=keep(self.gradients))
             backward_by_blocks(self.of, crossing, found.__setitem__)
         return {name: gradient.to(torch.float64) for name, gradient in found.items()}
@@ -65,7 +65,7 @@ class Passes:
             run()
             return found
         mode = Float64Mode()
-        with mode.with_gradients(self.wanted.values()), mode:
+        with mode.with_gradients(self.parameters.values()), mode:
             run()
         return found
 
@@ -109,12 +109,15 @@ def plain(passes: Passes) -> Tensors:
     from consistency.worker.model.running import outputs
 
     mode = Float64Mode()
-    with mode.with_gradients(passes.wanted.values()), mode, torch.enable_grad():
+    with mode.with_gradients(passes.parameters.values()), mode, torch.enable_grad():
         terms = of_outputs(outputs(passes.model, passes.inputs))
         found = torch.autograd.grad(
-            [one for one, _ in terms], [*passes.wanted.values()], [weights for _, weights in terms], allow_unused=True
+            [one for one, _ in terms],
+            [*passes.parameters.values()],
+            [weights for _, weights in terms],
+            allow_unused=True,
         )
-    return {name: one for name, one in zip(passes.wanted, found, strict=True) if one is not None}
+    return {name: one for name, one in zip(passes.parameters, found, strict=True) if one is not None}
 
 
 def fails_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,7 +145,7 @@ def test_on_its_own_values_a_model_has_the_gradients_of_autograd(
     if not again:
         fails_again(monkeypatch)
     found, wanted = passes.exact(None), plain(passes)
-    assert wanted.keys() == found.keys() & passes.wanted.keys()
+    assert wanted.keys() == found.keys() & passes.parameters.keys()
     assert wanted
     for parameter, gradient in wanted.items():
         assert close(found[parameter], gradient), parameter
@@ -161,6 +164,24 @@ def test_blocks_that_go_back_at_once_give_the_same(name: str) -> None:
         assert close(found[place], gradient), place
         error = float((in_float32[place].double() - gradient).abs().max())
         assert error <= 1e-4 * float(gradient.abs().max()) + 1e-7, place
+
+
+def test_gradients_are_summed_at_borders_only_where_the_sum_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks that go back on given gradients need no sum, which would stay in the device's memory to the end."""
+    passes = made("lora")
+    sums: list[torch.Tensor] = []
+    add = block_backward._Boundary.add
+
+    def noted(boundary: block_backward._Boundary, gradient: torch.Tensor) -> None:
+        sums.append(gradient)
+        add(boundary, gradient)
+
+    monkeypatch.setattr(block_backward._Boundary, "add", noted)
+    passes.exact()
+    assert sums
+    sums.clear()
+    passes.other(exact=False)
+    assert sums == []
 
 
 class Counting(torch.nn.Module):
@@ -267,7 +288,7 @@ def test_the_activations_of_one_block_are_kept(at_once: bool) -> None:
         model = Deep(depth).requires_grad_(False)
         model.first.requires_grad_(True)
         wanted = dict(model.first.named_parameters())
-        of = Backward(model=model, wanted=wanted, inputs={"x": torch.ones(64, 4)}, loss=of_outputs)
+        of = Backward(model=model, parameters=wanted, inputs={"x": torch.ones(64, 4)}, loss=of_outputs)
         crossing = Crossing(incoming=lambda _, own: torch.ones_like(own)) if at_once else Crossing()
 
         def run(_: Any) -> None:
@@ -286,7 +307,7 @@ def test_each_block_that_begins_is_told_with_the_share_of_the_pass(at_once: bool
     model.first.requires_grad_(True)
     told: list[tuple[int, int, float]] = []
     of = Backward(
-        model=model, wanted=dict(model.first.named_parameters()), inputs={"x": torch.ones(2, 4)}, loss=of_outputs,
+        model=model, parameters=dict(model.first.named_parameters()), inputs={"x": torch.ones(2, 4)}, loss=of_outputs,
         began=lambda number, count, share: told.append((number, count, share)),
     )  # fmt: skip
     crossing, numbers = Crossing(), [1, 2, 3, 4, 4, 3, 2, 1]

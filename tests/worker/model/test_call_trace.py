@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from consistency.devices.products import Products
-from consistency.numerics.aten_calls import largest_share, read_calls, run_calls, run_exactly
+from consistency.numerics.aten_calls import largest_ratio, read_calls, run_calls, run_exactly
 from consistency.worker.model import call_trace
 from consistency.worker.model.block_pass import ResultPlace, run_by_blocks
 from consistency.worker.model.call_trace import CallTrace, NotTracedError, Saw, Traced, kept_parts, trace_module
@@ -117,7 +117,7 @@ def test_a_large_product_is_cut_to_columns_around_its_fault(bias: bool, monkeypa
         calls, result = read_calls(traced.text, traced.inputs)
         exact = run_exactly(calls, traced.inputs)[result]
         limit = torch.full_like(exact, 1e-3)
-        parts, share = kept_parts(traced, CPU, Products(), lambda one: largest_share(one, exact, limit)[0])
+        parts, share = kept_parts(traced, CPU, Products(), lambda one: largest_ratio(one, exact, limit)[0])
     assert share > 100
     inputs = {name: one for name, one in parts.items() if name.startswith("in")}
     assert sum(one.nbytes for one in inputs.values()) < 1 << 17
@@ -145,10 +145,10 @@ def test_a_healthy_product_is_within_what_it_is_allowed_alone(dtype: torch.dtype
     exact = run_exactly(calls, traced.inputs)[result]
     limit = call_trace._allowed_product(calls, traced, exact, Products())
     for found in (traced.result, in_one_accumulator(left, right)):
-        assert largest_share(found, exact, limit)[0] < 1
+        assert largest_ratio(found, exact, limit)[0] < 1
     wrong = traced.result.clone()
     wrong[3, 5] += exact[3, 5].sign() * 4
-    assert largest_share(wrong, exact, limit)[0] > 1
+    assert largest_ratio(wrong, exact, limit)[0] > 1
 
 
 def test_calls_that_do_not_repeat_are_refused() -> None:

@@ -27,7 +27,7 @@ def test_its_maker_reads_from_memory_what_others_read_from_the_file(tmp_path: Pa
     exact = {"on::logits": torch.rand(3, 4, dtype=torch.float64).t(), "on::hidden_states.0": torch.ones(2)}
     limits = Spread.of([torch.rand(3, 4) for _ in range(3)], torch.rand(3, 4, dtype=torch.float64)).limits
     tables = Tables(limits={"float32": {"on::logits": limits}}, failures={}, names=tuple(exact))
-    own = Reference(path=tmp_path / REFERENCE_FILE, tables=tables, made=exact)
+    own = Reference(path=tmp_path / REFERENCE_FILE, tables=tables, in_memory=exact)
     assert own.read("on::logits") is exact["on::logits"]
     assert own.read("off::logits") is None
     publish(tmp_path, exact, tables)

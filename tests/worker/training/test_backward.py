@@ -64,7 +64,7 @@ def inputs() -> Tensors:
 
 def gradients(model: torch.nn.Module, inputs: Tensors, names: list[str] = NAMES, *, exact: bool = False) -> Tensors:
     wanted = {name: model.get_parameter(name) for name in names}
-    of = Backward(model=model, wanted=wanted, inputs=inputs, loss=of_outputs)
+    of = Backward(model=model, parameters=wanted, inputs=inputs, loss=of_outputs)
     return from_end_to_end(of, as_it_is, exact=exact)
 
 

@@ -41,11 +41,11 @@ from consistency.devices.spec import parse_device
 from consistency.errors import InputError, UsageError
 from consistency.extras.diagnosis.reproduce.evidence import find_evidence, find_tensor
 from consistency.launch.change import Change
-from consistency.launch.engine import CaseTask, Limits, Watcher, capture_case
 from consistency.launch.environment import worker_environment
 from consistency.launch.forked import Importers
-from consistency.launch.local import LocalEngine
+from consistency.launch.local import LocalScheduler
 from consistency.launch.plan import WorkerPlan, plan_waves
+from consistency.launch.scheduler import CaseTask, Limits, Watcher, capture_case
 from consistency.numerics.rules import Rule
 from consistency.workflows import judging
 
@@ -87,7 +87,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 class Subject:
     """The difference to be explained."""
 
-    participant: ComparedWorker
+    worker: ComparedWorker
     reference: ComparedWorker
     key: Key
     bad: bool  # whether its row violates its rule; otherwise it only differs bitwise from the reference worker
@@ -132,7 +132,7 @@ def bisect(
     with scratch_folder("bisect") as scratch, ExitStack() as stack:
         subject = _subject(report, number, tensor, worker, scratch)
         name = tensor_name(*subject.key)
-        changes = candidates(subject.participant, subject.reference, subject.key[0])
+        changes = candidates(subject.worker, subject.reference, subject.key[0])
         most = _most_trials(len(changes))
         folder = report if report.is_dir() else report.parent
         case = received(_case_of(subject), given or Options(), folder=folder)
@@ -158,7 +158,7 @@ def bisect(
         explained = smallest(changes, are_gone) if repeats else ()
     return Answer(
         tensor=name,
-        worker=subject.participant.label,
+        worker=subject.worker.label,
         reference=subject.reference.label,
         repeats=repeats,
         explained_by=tuple(change.name for change in explained),
@@ -172,35 +172,35 @@ def _most_trials(changes: int) -> int:
     return most + 1 + changes if changes > 1 else most
 
 
-def _subject(report: Path, number: int | None, tensor: str | None, worker: str | None, scratch: Path) -> Subject:
-    """Return the difference that a finding, or a tensor and a worker, names."""
-    is_of_finding = number is not None or (tensor is None and worker is None)
+def _subject(report: Path, number: int | None, tensor: str | None, label: str | None, scratch: Path) -> Subject:
+    """Return the difference that a finding, or a tensor and the label of a worker, names."""
+    is_of_finding = number is not None or (tensor is None and label is None)
     bad = is_fact = False
     if is_of_finding:
         evidence = find_evidence(report, number, scratch)
-        participant, reference, key = evidence.participant, evidence.reference, evidence.record.key
+        worker, reference, key = evidence.worker, evidence.reference, evidence.record.key
         bad = evidence.is_bad
         is_fact = bad and evidence.record.rule == Rule.LIMIT
-    elif tensor is not None and worker is not None:
-        participant, reference, key = find_tensor(report, tensor, worker, scratch)
+    elif tensor is not None and label is not None:
+        worker, reference, key = find_tensor(report, tensor, label, scratch)
     else:
         raise UsageError(
             "--tensor and --worker need each other", wanted="--finding N, or --tensor NAME and --worker NAME"
         )
-    if participant.capture is not reference.capture:
+    if worker.capture is not reference.capture:
         raise UsageError(
             "the worker and its reference are from two captures, which may be of two machines",
-            got=f"{participant.label}, {reference.label}",
+            got=f"{worker.label}, {reference.label}",
             hint="run the case on this machine, and bisect that report",
         )
-    return Subject(participant=participant, reference=reference, key=key, bad=bad, is_fact=is_fact)
+    return Subject(worker=worker, reference=reference, key=key, bad=bad, is_fact=is_fact)
 
 
 def _case_of(subject: Subject) -> Case:
     """Return the case of one layer of one stage."""
     stage, layer, _ = subject.key
     return msgspec.structs.replace(
-        subject.participant.case, stages=with_judges((Stage(stage),)), only=(f"{stage}::{layer}",), repeat=1
+        subject.worker.case, stages=with_judges((Stage(stage),)), only=(f"{stage}::{layer}",), repeat=1
     )
 
 
@@ -210,7 +210,7 @@ def _runner(
 ) -> Iterator[_Runner]:
     """Yield a runner of trials: libraries are imported once for all trials whose environments allow it."""
     processes = 2 if _needs_judge(subject) else 1
-    threads = processes * _threads(subject.participant)
+    threads = processes * _threads(subject.worker)
     # a group takes several devices at once, so groups run one after the other
     at_once = 1 if _group_of(subject) else max(1, available_cores() // threads)
     with (
@@ -242,7 +242,7 @@ class _Runner:
         importers: Importers,
         pool: Executor,
     ) -> None:
-        self._engine = LocalEngine(importers)
+        self._scheduler = LocalScheduler(importers)
         self._pool = pool
         self._subject = subject
         self._case = case
@@ -250,7 +250,7 @@ class _Runner:
         self._targets = (scratch / f"trial-{number}" for number in itertools.count())
         self._faults = faults
         self._group = _group_of(subject)
-        names = self._group or (subject.reference.info.name, subject.participant.info.name)
+        names = self._group or (subject.reference.info.name, subject.worker.info.name)
         self._devices = {info.spec.name: info for info in select(names)}
         self._reference: Capture | None = None  # None for a group, whose trials have every rank
         if not self._group:
@@ -263,7 +263,7 @@ class _Runner:
 
     def _expect_environment(self, importers: Importers) -> None:
         """Announce the environment of trials on a CPU: the reference worker, which comes first, may have another."""
-        worker = self._subject.participant
+        worker = self._subject.worker
         info = self._devices[worker.info.name]
         if info.spec.is_cpu:
             load_path = LoadPath(worker.info.load_path).main
@@ -274,10 +274,10 @@ class _Runner:
         """Run a trial whose capture is written to a folder."""
         change = Change.together(changes)
         capture_worker = self._capture_group if self._group else self._capture
-        capture = capture_worker(self._subject.participant, change, target)
+        capture = capture_worker(self._subject.worker, change, target)
         judgement = self._lost_worker(capture)
         if judgement is None:
-            judgement = self._judge_capture(capture, change.load_path or LoadPath(self._subject.participant.load_path))
+            judgement = self._judge_capture(capture, change.load_path or LoadPath(self._subject.worker.load_path))
         return Trial(
             changes=tuple(change.name for change in changes),
             gone=judgement.gone,
@@ -296,7 +296,7 @@ class _Runner:
         """Return whether the difference is gone from a trial's capture."""
         captures = [capture] if self._reference is None else [self._reference, capture]
         comparison = judging.compare_captures(captures)
-        name = self._subject.participant.info.name
+        name = self._subject.worker.info.name
         # the worker of the trial may have the name of the reference worker, which comes first
         label = next(worker.label for worker in reversed(gather(captures)) if worker.info.name == name)
         statuses = set[str]()
@@ -338,7 +338,7 @@ class _Runner:
     def _capture(self, worker: ComparedWorker, change: Change, target: Path) -> Capture:
         """Run one worker with a change, after a reference worker where its float64 results must not be its own."""
         load_path = change.load_path or LoadPath(worker.info.load_path)
-        is_trial = worker is self._subject.participant
+        is_trial = worker is self._subject.worker
         has_judge = is_trial and _needs_judge(self._subject)
         plan = WorkerPlan(
             info=self._devices[worker.info.name],
@@ -361,7 +361,7 @@ class _Runner:
         """Run workers and return their capture; `unchanged` is the name of a run without a change."""
         limits = Limits(threads=change.threads or _threads(worker))
         name = change.name or unchanged
-        capture_case(self._engine, task, limits, watch=lambda _, event: self._progress(name, event))
+        capture_case(self._scheduler, task, limits, watch=lambda _, event: self._progress(name, event))
         return read_capture(task.target)
 
     def _judge_plan(self) -> WorkerPlan:
@@ -379,9 +379,9 @@ def _needs_judge(subject: Subject) -> bool:
 
     What is wrong in every dtype on one kernel variant would be wrong in its float64 results too, and so be no error.
     """
-    if subject.participant.info.name == subject.reference.info.name:
+    if subject.worker.info.name == subject.reference.info.name:
         return False
-    return subject.participant.is_cpu and subject.reference.is_cpu and SPECS[Stage(subject.key[0])].feeds_inputs
+    return subject.worker.is_cpu and subject.reference.is_cpu and SPECS[Stage(subject.key[0])].feeds_inputs
 
 
 def _group_of(subject: Subject) -> tuple[str, ...]:
@@ -390,7 +390,7 @@ def _group_of(subject: Subject) -> tuple[str, ...]:
         return ()
     # a stage may also have groups of fewer ranks: the largest one has all of them
     largest_group: tuple[str, ...] = ()
-    for key, record in subject.participant.records.items():
+    for key, record in subject.worker.records.items():
         if key[0] != subject.key[0]:
             continue
         ranks = tuple(record.evidence.get("ranks", ()))

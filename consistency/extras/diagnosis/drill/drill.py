@@ -31,8 +31,8 @@ from consistency.devices.discovery import accelerators, select
 from consistency.devices.spec import DeviceInfo
 from consistency.errors import InputError, UsageError, did_you_mean
 from consistency.extras.diagnosis.drill.plantable import Subject, expected_in, subject_of, why_not
-from consistency.launch.engine import Watcher
 from consistency.launch.plan import default_load_paths
+from consistency.launch.scheduler import Watcher
 from consistency.worker.faults.catalogue import FAULTS
 from consistency.worker.faults.fault import Fault, Need
 from consistency.workflows import judging, pipeline, report_folder

@@ -1,6 +1,6 @@
-"""What a fault of the drill needs of a case, the sentence for a case that does not have it, and the second adapter.
+"""Decide which faults can be planted in a case, and say in one sentence why a fault cannot; make a second adapter.
 
-Known from headers and from a healthy run of the case, so that no fault is planted where nothing would change.
+Headers of files and a healthy run of the case tell, so that no fault is planted where nothing would change.
 """
 
 from __future__ import annotations
@@ -33,10 +33,22 @@ from consistency.numerics.rules import Rule
 from consistency.worker.faults.fault import Fault, Need
 
 JUDGED = frozenset({"equal", "within", "outside"})
-_PLAIN_INIT = frozenset({None, True, "gaussian"})  # with these PEFT starts lora_B at zero
-_COUNTED = frozenset({"rope_parameters", "rope_theta", "max_position_embeddings", "n_positions"})
-_HEADS = frozenset({"num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads"})
-_ON_TOKENS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration")
+"""Statuses of outcomes in which a tensor was compared."""
+
+_ZERO_LORA_B_INITS = frozenset({None, True, "gaussian"})
+"""Values of `init_lora_weights` with which PEFT starts lora_B at zero."""
+
+_POSITION_KEYS = frozenset({"rope_parameters", "rope_theta", "max_position_embeddings", "n_positions"})
+"""Keys of a base's config, of which a model has one if it counts the positions of tokens."""
+
+_HEAD_KEYS = frozenset({"num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads"})
+"""Keys of a base's config, of which a model with attention has one."""
+
+_TOKEN_CLASSES = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration")
+"""Ends of the names of classes that take token ids and return logits of token ids."""
+
+_NO_ADAPTER = "the case has no adapter"
+_NO_ADAPTER_OR_PICKLE = "the case has no adapter, or it is a pickle"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +71,7 @@ class Subject:
 
     @property
     def of_text(self) -> Mapping[str, Any]:
-        """Return the base's config, with what a model of images and text has of the text."""
+        """Return the base's config, with the keys for the text of a model of images and text."""
         return {**self.base_config, **(self.base_config.get("text_config") or {})}
 
     def of_lora(self, part: str) -> list[str]:
@@ -72,7 +84,7 @@ class Subject:
 
 
 def subject_of(case: Case, *, workers: int, ranks: int = 1, healthy: Comparison | None = None) -> Subject:
-    """Read what a case is made of; `healthy` is a run of it without a fault."""
+    """Read the facts of a case from its files, and from `healthy`, a run of it without a fault."""
     config: Mapping[str, Any] = {}
     tensors: Mapping[str, TensorHeader] = {}
     if case.adapter is not None:
@@ -98,22 +110,15 @@ def subject_of(case: Case, *, workers: int, ranks: int = 1, healthy: Comparison 
 
 
 def _healthy_fields(healthy: Comparison | None, case: Case) -> dict[str, Any]:
-    """Return the fields of a `Subject` that a run without a fault tells; none without such a run."""
+    """Return the fields of a `Subject` that a run without a fault tells; empty without such a run."""
     if healthy is None:
         return {}
-    unchecked = {}
-    for stage in case.stages:
-        tensors = (tensor for tensor in healthy.tensors if tensor.stage == stage)
-        outcomes = list(itertools.chain.from_iterable(tensor.outcomes for tensor in tensors))
-        if not any(outcome.status in JUDGED for outcome in outcomes):
-            reasons = (outcome.reason for outcome in outcomes if outcome.reason)
-            unchecked[stage] = next(reasons, "it has nothing to check")
     judged = [tensor for tensor in healthy.tensors if any(outcome.status in JUDGED for outcome in tensor.outcomes)]
     merged = [tensor for tensor in judged if tensor.stage == standard.MERGED and tensor.tensor == WEIGHT]
     parallel = [tensor for tensor in judged if tensor.stage == TENSOR_PARALLEL]
     parallel_outcomes = itertools.chain.from_iterable(tensor.outcomes for tensor in parallel)
     return {
-        "unchecked": unchecked,
+        "unchecked": _unchecked_stages(healthy, case),
         "judged": frozenset(tensor.name for tensor in judged),
         "has_form": all(tensor.rule == Rule.BOUND for tensor in merged),
         # where the model was not split, the stage's own reason says why
@@ -121,9 +126,21 @@ def _healthy_fields(healthy: Comparison | None, case: Case) -> dict[str, Any]:
     }
 
 
+def _unchecked_stages(healthy: Comparison, case: Case) -> dict[Stage, str]:
+    """Return the reasons why stages checked nothing of a case in a healthy run, by stage."""
+    reason_by_stage: dict[Stage, str] = {}
+    for stage in case.stages:
+        tensors = (tensor for tensor in healthy.tensors if tensor.stage == stage)
+        outcomes = list(itertools.chain.from_iterable(tensor.outcomes for tensor in tensors))
+        if not any(outcome.status in JUDGED for outcome in outcomes):
+            reasons = (outcome.reason for outcome in outcomes if outcome.reason)
+            reason_by_stage[stage] = next(reasons, "it has nothing to check")
+    return reason_by_stage
+
+
 def expected_in(fault: Fault, subject: Subject) -> str:
     """Return the kind of the finding that has to name a fault in a case."""
-    # a repeat is compared with the first time, so that bits do not repeat takes no closed form
+    # a repeat is compared with the first result, so a fault that shows in repeats is named without a closed form
     can_name_cause = subject.has_form or fault.repeat > 1
     return fault.expected if can_name_cause else fault.without_form or fault.expected
 
@@ -131,7 +148,7 @@ def expected_in(fault: Fault, subject: Subject) -> str:
 def why_not(fault: Fault, subject: Subject) -> str:
     """Return why a fault cannot be planted in a case, empty where it can."""
     if not subject.has_adapter and any(SPECS[stage].needs_adapter for stage in fault.stages):
-        return "the case has no adapter"
+        return _NO_ADAPTER
     for need in fault.needs:
         reason = _REASONS[need](subject)
         if reason:
@@ -141,159 +158,214 @@ def why_not(fault: Fault, subject: Subject) -> str:
         return f"stage {fault.stages[0]} checks nothing of this case: {unchecked}"
     if subject.judged is None:
         return ""
-    stages = tuple(f"{stage}::" for stage in fault.stages)
-    if any(fault.shows_in in name for name in subject.judged if name.startswith(stages)):
+    prefixes = tuple(f"{stage}::" for stage in fault.stages)
+    if any(fault.shows_in in name for name in subject.judged if name.startswith(prefixes)):
         return ""
     return "without a fault, nothing is checked in this case that would show it"
 
 
-# Each of the functions below returns why a case does not have a need, empty where it has.
+# Each function below that is named `_lacks_…` returns the reason why a case does not meet a need, empty if it does.
 
 
-def _lora(part: str) -> Callable[[Subject], str]:
+def _lacks_lora(part: str) -> Callable[[Subject], str]:
+    """Return the check that a part of LoRA (`lora_A`, `lora_B`) is in two layers: faults are planted in the second."""
+
     def reason(subject: Subject) -> str:
-        if len(subject.of_lora(part)) > 1:  # the faults are in the second one
+        if len(subject.of_lora(part)) > 1:
             return ""
-        return f"{_method(subject)} has no {part} in two layers"
+        return f"{_method_text(subject)} has no {part} in two layers"
 
     return reason
 
 
-def _method(subject: Subject) -> str:
-    return f"an adapter of the method {subject.config['peft_type']}" if subject.config else "a case without an adapter"
+def _method_text(subject: Subject) -> str:
+    """Return words for the adapter of a case, as the subject of a sentence."""
+    if not subject.config:
+        return "a case without an adapter"
+    return f"an adapter of the method {subject.config['peft_type']}"
 
 
-def _two_of_a_shape(subject: Subject) -> str:
-    shapes = Counter(header.shape for header in changed_by_default(subject.tensors))
-    return "" if max(shapes.values(), default=0) > 1 else "no two tensors of the adapter have the same shape"
+def _lacks_two_of_a_shape(subject: Subject) -> str:
+    counts = Counter(header.shape for header in changed_by_default(subject.tensors))
+    if max(counts.values(), default=0) > 1:
+        return ""
+    return "no two tensors of the adapter have the same shape"
 
 
 def changed_by_default(tensors: Mapping[str, TensorHeader]) -> list[TensorHeader]:
-    """Return the tensors of which the faults in an adapter's file choose: those of lora_B, else all."""
-    of_b = [header for name, header in tensors.items() if "lora_B" in name]
-    return of_b if len(of_b) > 1 else list(tensors.values())
+    """Return the tensors among which faults in an adapter's file choose: several of lora_B, or else all tensors."""
+    lora_b_headers = [header for name, header in tensors.items() if "lora_B" in name]
+    if len(lora_b_headers) > 1:
+        return lora_b_headers
+    return list(tensors.values())
 
 
-def _zero_lora_b(subject: Subject) -> str:
+def _lacks_zero_lora_b(subject: Subject) -> str:
     init = subject.config.get("init_lora_weights")
-    if (init if isinstance(init, (bool, str)) else None) not in _PLAIN_INIT:
+    # a value of another type counts as none
+    named_init = init if isinstance(init, (bool, str)) else None
+    if named_init not in _ZERO_LORA_B_INITS:
         return f"with init_lora_weights={init} lora_B does not start at zero"
-    return _lora("lora_B")(subject)
+    return _lacks_lora("lora_B")(subject)
 
 
-def _trained(subject: Subject) -> str:
+def _lacks_trained_lora_b(subject: Subject) -> str:
     if not subject.tensors:
-        return "the case has no adapter, or it is a pickle"
-    if "lora_" not in str([*subject.tensors]) or any(".0." in f".{layer}." for layer in subject.of_lora("lora_B")):
+        return _NO_ADAPTER_OR_PICKLE
+    has_lora = "lora_" in str([*subject.tensors])
+    if not has_lora or any(".0." in f".{layer}." for layer in subject.of_lora("lora_B")):
         return ""
-    return _lora("lora_B")(subject) or "the adapter has no lora_B in a layer of number 0"
+    return _lacks_lora("lora_B")(subject) or "the adapter has no lora_B in a layer of number 0"
 
 
-def _lora_linear(subject: Subject) -> str:
+def _lacks_lora_linear(subject: Subject) -> str:
     matrices = [name for name, header in subject.tensors.items() if ".lora_A." in name and len(header.shape) == 2]
     targets = subject.config.get("target_modules")
     if subject.config.get("peft_type") == "LORA" and matrices and targets:
         return ""
-    return f"{_method(subject)} has no LoRA on a linear layer, whose merge it changes"
+    return f"{_method_text(subject)} has no LoRA on a linear layer, whose merge it changes"
 
 
-def _float32_adapter(subject: Subject) -> str:
-    dtypes = {header.dtype for header in subject.tensors.values()}
+def _lacks_float32_adapter(subject: Subject) -> str:
     if not subject.tensors:
-        return "the case has no adapter, or it is a pickle"
-    return "" if "F32" in dtypes else f"the adapter's file holds {_listed(dtypes)}: the rounding would change nothing"
+        return _NO_ADAPTER_OR_PICKLE
+    dtypes = {header.dtype for header in subject.tensors.values()}
+    if "F32" in dtypes:
+        return ""
+    return f"the adapter's file holds {_dtypes_text(dtypes)}: the rounding would change nothing"
 
 
-def _listed(dtypes: frozenset[str] | set[str]) -> str:
+def _lacks_float32_file(subject: Subject) -> str:
+    if "F32" in subject.file_dtypes:
+        return ""
+    return f"the base's files hold {_dtypes_text(subject.file_dtypes)}: the rounding would change nothing"
+
+
+def _dtypes_text(dtypes: frozenset[str] | set[str]) -> str:
     return ", ".join(sorted(dtypes)) or "no tensor that a header describes"
 
 
-def _float32_model(subject: Subject) -> str:
-    rounding = f"the base is loaded in {subject.dtype}, whose rounding is larger than this fault"
-    return "" if subject.dtype == "float32" else rounding
+def _lacks_float32_model(subject: Subject) -> str:
+    if subject.dtype == "float32":
+        return ""
+    return f"the base is loaded in {subject.dtype}, whose rounding is larger than this fault"
 
 
-def _not_quantized(why: str) -> Callable[[Subject], str]:
-    return lambda subject: f"the base is quantized: {why}" if subject.base_config.get("quantization_config") else ""
+def _lacks_float32_weight(subject: Subject) -> str:
+    if subject.dtype == "float32":
+        return ""
+    return f"merged weights are in {subject.dtype}, whose rounding hides what a wrong value came from"
 
 
-def _tokens(subject: Subject) -> str:
-    named = subject.base_config.get("architectures") or [""]
-    reads = "vocab_size" in subject.base_config and str(named[0]).endswith(_ON_TOKENS)
-    return "" if reads else "the base answers no token ids with token ids"
+def _is_quantized(subject: Subject) -> bool:
+    return bool(subject.base_config.get("quantization_config"))
 
 
-def _positions(subject: Subject) -> str:
+def _lacks_plain_weights(why: str) -> Callable[[Subject], str]:
+    """Return the check that a base is not quantized; `why` says what a quantized base would spoil."""
+
+    def reason(subject: Subject) -> str:
+        return f"the base is quantized: {why}" if _is_quantized(subject) else ""
+
+    return reason
+
+
+def _lacks_tuned_layers(subject: Subject) -> str:
+    if any("prompt" not in name for name in subject.tensors):
+        return ""
+    return f"{_method_text(subject)} changes no layer"
+
+
+def _lacks_tokens(subject: Subject) -> str:
+    class_names = subject.base_config.get("architectures") or [""]
+    if "vocab_size" in subject.base_config and str(class_names[0]).endswith(_TOKEN_CLASSES):
+        return ""
+    return "the base answers no token ids with token ids"
+
+
+def _lacks_positions(subject: Subject) -> str:
     config = subject.of_text
-    counts = not config.get("is_encoder_decoder") and not config.get("alibi") and not _COUNTED.isdisjoint(config)
-    return "" if counts else "`generate` gives this base no positions of the tokens"
+    # ALiBi adds a distance to the scores of attention, and needs no positions
+    counts_positions = not config.get("is_encoder_decoder") and not config.get("alibi")
+    if counts_positions and not _POSITION_KEYS.isdisjoint(config):
+        return ""
+    return "`generate` gives this base no positions of the tokens"
 
 
-def _keys(subject: Subject) -> str:
+def _lacks_keys(subject: Subject) -> str:
     has_states = "state_size" in subject.of_text  # Mamba's heads have states in place of keys
-    has_keys = not has_states and not _HEADS.isdisjoint(subject.of_text)
-    return "" if has_keys else "the base keeps no keys of its tokens"
+    if not has_states and not _HEAD_KEYS.isdisjoint(subject.of_text):
+        return ""
+    return "the base keeps no keys of its tokens"
+
+
+def _unless(is_met: Callable[[Subject], bool], reason: str) -> Callable[[Subject], str]:
+    """Return the function that returns a reason for a case in which a need is not met."""
+    return lambda subject: "" if is_met(subject) else reason
 
 
 _REASONS: dict[Need, Callable[[Subject], str]] = {
-    Need.ADAPTER: lambda subject: "" if subject.has_adapter else "the case has no adapter",
-    Need.ANOTHER_WORKER: lambda subject: "" if subject.workers > 1 else "one device only: nothing to compare it with",
-    Need.RANKS: lambda subject: "" if subject.ranks > 1 else "no two devices of one type: they form no group",
-    Need.THREE_RANKS: lambda subject: (
-        "" if subject.ranks > 2 else "no three devices of one type: no two of them form a group beside that of all"
+    Need.ADAPTER: _unless(lambda subject: subject.has_adapter, _NO_ADAPTER),
+    Need.ANOTHER_WORKER: _unless(lambda subject: subject.workers > 1, "one device only: nothing to compare it with"),
+    Need.RANKS: _unless(lambda subject: subject.ranks > 1, "no two devices of one type: they form no group"),
+    Need.THREE_RANKS: _unless(
+        lambda subject: subject.ranks > 2,
+        "no three devices of one type: no two of them form a group beside that of all",
     ),
-    Need.SPLIT: lambda subject: "" if subject.splits else "the plan splits no tensor of the adapter",
-    Need.WEIGHT_FILE: lambda subject: "" if subject.base_config else "a function makes the base, not a weight file",
-    Need.FLOAT32_FILE: lambda subject: (
-        "" if "F32" in subject.file_dtypes
-        else f"the base's files hold {_listed(subject.file_dtypes)}: the rounding would change nothing"
+    Need.SPLIT: _unless(lambda subject: subject.splits, "the plan splits no tensor of the adapter"),
+    Need.WEIGHT_FILE: _unless(
+        lambda subject: bool(subject.base_config), "a function makes the base, not a weight file"
     ),
-    Need.FLOAT32_MODEL: _float32_model,
-    Need.FLOAT32_WEIGHT: lambda subject: (
-        "" if subject.dtype == "float32"
-        else f"merged weights are in {subject.dtype}, whose rounding hides what a wrong value came from"
-    ),
-    Need.FLOATING_WEIGHT: _not_quantized("a merge leaves codes, and no floating-point numbers"),
-    Need.EXACT_KERNELS: _not_quantized("its kernels may compute in a half type, which hides this fault"),
-    Need.FLOAT32_ADAPTER: _float32_adapter,
-    Need.TUNED_LAYERS: lambda subject: (
-        "" if any("prompt" not in name for name in subject.tensors) else f"{_method(subject)} changes no layer"
-    ),
-    Need.TWO_OF_A_SHAPE: _two_of_a_shape,
-    Need.LORA_A: _lora("lora_A"),
-    Need.LORA_B: _lora("lora_B"),
-    Need.ZERO_LORA_B: _zero_lora_b,
-    Need.TRAINED: _trained,
-    Need.LORA_LINEAR: _lora_linear,
-    Need.LORA_LINEAR_OR_FLOAT32: lambda subject: _lora_linear(subject) and _float32_model(subject),
-    Need.TOKENS: _tokens,
-    Need.POSITIONS: _positions,
-    Need.KEYS: _keys,
-    Need.QUANTIZED: lambda subject: (
-        "" if subject.base_config.get("quantization_config") else "the base is not quantized"
-    ),
-}  # fmt: skip
+    Need.FLOAT32_FILE: _lacks_float32_file,
+    Need.FLOAT32_MODEL: _lacks_float32_model,
+    Need.FLOAT32_WEIGHT: _lacks_float32_weight,
+    Need.FLOATING_WEIGHT: _lacks_plain_weights("a merge leaves codes, and no floating-point numbers"),
+    Need.EXACT_KERNELS: _lacks_plain_weights("its kernels may compute in a half type, which hides this fault"),
+    Need.FLOAT32_ADAPTER: _lacks_float32_adapter,
+    Need.TUNED_LAYERS: _lacks_tuned_layers,
+    Need.TWO_OF_A_SHAPE: _lacks_two_of_a_shape,
+    Need.LORA_A: _lacks_lora("lora_A"),
+    Need.LORA_B: _lacks_lora("lora_B"),
+    Need.ZERO_LORA_B: _lacks_zero_lora_b,
+    Need.TRAINED: _lacks_trained_lora_b,
+    Need.LORA_LINEAR: _lacks_lora_linear,
+    Need.LORA_LINEAR_OR_FLOAT32: lambda subject: _lacks_lora_linear(subject) and _lacks_float32_model(subject),
+    Need.TOKENS: _lacks_tokens,
+    Need.POSITIONS: _lacks_positions,
+    Need.KEYS: _lacks_keys,
+    Need.QUANTIZED: _unless(_is_quantized, "the base is not quantized"),
+}
+"""For each need of a fault, the function that returns why a case does not meet it, empty if it does."""
 
 
 _WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _LAYER_PREFIX = "base_model.model."
-_HEADER_SIZE = 8
+
+_LENGTH_BYTES = 8
+"""Bytes at the beginning of a safetensors file that hold the length of its header."""
+
 _BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 """Bytes per element of the dtypes that are reversed: an integer is an index, and has to stay one."""
 
 
 @contextmanager
 def several_adapters(first: Path | None = None, keep: Path | None = None) -> Iterator[tuple[NamedAdapter, ...] | None]:
-    """Yield an adapter and a second one, which exists for as long as a `with` block takes, or is kept in a folder.
+    """Yield an adapter and a second one made from it; None where the first one's weights are in no safetensors file.
 
-    Without an argument the first is that of the first built-in case. None where its weights are in no safetensors file.
+    Parameters
+    ----------
+    first : Path, optional
+        Folder of the adapter; unless given, that of the first built-in case.
+    keep : Path, optional
+        Folder that the second adapter is written to and stays in; without it, it is removed at the end of the `with`
+        block.
     """
     first = first or builtin_folder(BUILTIN_CASES[0]) / "adapter"
     if not (first / _WEIGHTS).is_file():
         yield None
         return
-    placing = scratch_folder("second-adapter") if keep is None else nullcontext(keep)
-    with placing as folder:
+    opened = scratch_folder("second-adapter") if keep is None else nullcontext(keep)
+    with opened as folder:
         second = second_adapter(first, folder / "second")
         yield NamedAdapter(name="first", path=str(first)), NamedAdapter(name="second", path=str(second))
 
@@ -303,9 +375,9 @@ def second_adapter(first: Path, folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(first / _CONFIG, folder / _CONFIG)
     data = bytearray((first / _WEIGHTS).read_bytes())
-    start = _HEADER_SIZE + int.from_bytes(data[:_HEADER_SIZE], "little")
-    tensors = json.loads(data[_HEADER_SIZE:start])
-    # what methods as VeRA share between layers has to be the same in all adapters of a model
+    start = _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES], "little")
+    tensors = json.loads(data[_LENGTH_BYTES:start])
+    # tensors that layers share, as with VeRA, have to be the same in all adapters of a model
     names_in_layers = [name for name in tensors if name.startswith(_LAYER_PREFIX)] or list(tensors)
     for name, header in tensors.items():
         element_bytes = _BYTES.get(header.get("dtype"))

@@ -39,18 +39,18 @@ def _reproduce(parsed: argparse.Namespace) -> int:
     from consistency.extras.diagnosis.reproduce.folder import reproduce
     from consistency.text import clean
 
-    found = reproduce(parsed.report, parsed.finding, parsed.out, replace=parsed.force, redact=parsed.redact)
+    result = reproduce(parsed.report, parsed.finding, parsed.out, replace=parsed.force, redact=parsed.redact)
     if parsed.json:
         print_json(
             {
-                "folder": str(found.folder),
-                "reproduced": found.happens_here,
-                "shows": found.shows,
-                "needs_model": found.needs_model,
-                "output": found.output,
+                "folder": str(result.folder),
+                "reproduced": result.happens_here,
+                "shows": result.shows,
+                "needs_model": result.needs_model,
+                "output": result.output,
             }
         )
     else:
-        print(clean(found.output))
-        print(f"{found.sentence}\nreproducer: {found.folder}")
+        print(clean(result.output))
+        print(f"{result.sentence}\nreproducer: {result.folder}")
     return 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -26,26 +25,39 @@ def cut_moved(tensors: Mapping[str, torch.Tensor], worst: Sequence[int] | None) 
     dict of str to torch.Tensor
         Unchanged if they fit, else `(elements,)`.
     str
-        Which part of the whole they are.
+        The range of elements that is kept, in words.
     """
-    found, start = cut_results(tensors, worst)
+    shape = tuple(tensors["expected"].shape)
+    cut, start = cut_results(tensors, worst)
     if start is None:
-        return found, f"whole, shape {tuple(tensors['expected'].shape)}"
-    end = start + found["expected"].numel()
-    return found, f"elements {start} to {end} of shape {tuple(tensors['expected'].shape)}"
+        return cut, f"whole, shape {shape}"
+    end = start + cut["expected"].numel()
+    return cut, f"elements {start} to {end} of shape {shape}"
 
 
 def cut_results(
     tensors: Mapping[str, torch.Tensor], worst: Sequence[int] | None, taken: int = 0
 ) -> tuple[dict[str, torch.Tensor], int | None]:
-    """Do the same where others take up some of the bytes; return the first element, None if they are whole."""
+    """Cut tensors of one shape as `cut_moved` does, where other tensors of the folder have `taken` bytes.
+
+    Returns
+    -------
+    dict of str to torch.Tensor
+        Unchanged if they fit, else `(elements,)`.
+    int or None
+        Flat index of the first element that is kept; None if the tensors are whole.
+    """
     expected = tensors["expected"]
-    room = min(MOST_BYTES, MOST_BYTES - taken) // (len(tensors) * max(t.element_size() for t in tensors.values()))
+    widest_bytes = max(tensor.element_size() for tensor in tensors.values())
+    # `taken` may be negative: the folder still has no more than `MOST_BYTES`
+    room = min(MOST_BYTES, MOST_BYTES - taken) // (len(tensors) * widest_bytes)
     if expected.numel() <= room:
-        return {name: t.contiguous() for name, t in tensors.items()}, None
-    centre = _first_difference(tensors) if worst is None else _flat(worst, expected.shape)
+        return {name: tensor.contiguous() for name, tensor in tensors.items()}, None
+    centre = _first_difference(tensors) if worst is None else _flat_index(worst, expected.shape)
+    # at an end of the tensor the range lies to one side of the worst element, and is as long
     start = min(max(0, centre - room // 2), expected.numel() - room)
-    return {name: t.reshape(-1)[start : start + room].clone() for name, t in tensors.items()}, start
+    # cloned, as a view would keep the whole tensor, and be written whole
+    return {name: tensor.reshape(-1)[start : start + room].clone() for name, tensor in tensors.items()}, start
 
 
 def cut_product(
@@ -65,32 +77,42 @@ def cut_product(
     height, width = rows, columns
     while _bytes(tensors, height, width) > MOST_BYTES and (height > 1 or width > 1):
         # columns are cut last: kernels of matrix products are chosen by the long side, which is rarely the rows
-        height, width = (max(1, height // 2), width) if height > 1 else (height, max(1, width // 2))
+        if height > 1:
+            height = max(1, height // 2)
+        else:
+            width = max(1, width // 2)
     top = min(max(0, row - height // 2), rows - height)
     left = min(max(0, column - width // 2), columns - width)
-    down, across, whole = slice(top, top + height), slice(left, left + width), slice(None)
-    parts = {"left": (down, whole), "right": (whole, across)}
-    found = {
-        name: tensor[parts.get(name, (down, across))].clone(memory_format=torch.contiguous_format)
-        for name, tensor in tensors.items()
-    }
+    kept_rows, kept_columns, all_of_them = slice(top, top + height), slice(left, left + width), slice(None)
+    # the factors keep their whole rank, over which the product sums
+    kept_parts = {"left": (kept_rows, all_of_them), "right": (all_of_them, kept_columns)}
+    cut = {}
+    for name, tensor in tensors.items():
+        part = tensor[kept_parts.get(name, (kept_rows, kept_columns))]
+        cut[name] = part.clone(memory_format=torch.contiguous_format)
     if (height, width) == (rows, columns):
-        return found, f"whole, shape {(rows, columns)}"
-    return found, f"rows {top} to {top + height}, columns {left} to {left + width} of shape {(rows, columns)}"
+        return cut, f"whole, shape {(rows, columns)}"
+    return cut, f"rows {top} to {top + height}, columns {left} to {left + width} of shape {(rows, columns)}"
 
 
 def _bytes(tensors: Mapping[str, torch.Tensor], height: int, width: int) -> int:
+    """Return the bytes of a product and its factors, cut to so many rows and columns."""
     rank = tensors["right"].shape[0]
     elements = {"left": height * rank, "right": rank * width}
     return sum(elements.get(name, height * width) * tensor.element_size() for name, tensor in tensors.items())
 
 
 def _first_difference(tensors: Mapping[str, torch.Tensor]) -> int:
+    """Return the flat index of the first element that differs; 0 where none does, or `actual` was not stored."""
     if "actual" not in tensors:
         return 0
     differs = tensors["actual"].reshape(-1) != tensors["expected"].reshape(-1)
     return int(differs.to(torch.uint8).argmax())
 
 
-def _flat(index: Sequence[int], shape: Sequence[int]) -> int:
-    return functools.reduce(lambda place, at: place * at[1] + at[0], zip(index, shape, strict=True), 0)
+def _flat_index(index: Sequence[int], shape: Sequence[int]) -> int:
+    """Return the number of an element in row-major order."""
+    flat = 0
+    for position, size in zip(index, shape, strict=True):
+        flat = flat * size + position
+    return flat

@@ -38,7 +38,7 @@ class Evidence:
 
     finding: Finding
     number: int  # of the finding in the report, from 1
-    participant: ComparedWorker
+    worker: ComparedWorker
     record: TensorRecord
     others: tuple[str, ...]  # names of the other tensors of the finding
     reference: ComparedWorker
@@ -54,7 +54,7 @@ class Evidence:
 
     def stored(self, name: str | None) -> torch.Tensor | None:
         """Return a stored tensor of the capture, if it exists."""
-        capture = self.participant.capture
+        capture = self.worker.capture
         return None if name is None or not capture.blob_path(name).exists() else read_stored(capture, name)
 
 
@@ -86,23 +86,23 @@ def find_evidence(path: Path, number: int | None, scratch: Path) -> Evidence:
             got=f"{finding.kind}: {finding.message}",
             hint=finding.next or "run the case again with the command in the report",
         )
-    participants = gather(_captures(report, path, folder, scratch))
-    reference = choose_reference(participants)
-    records = _records_of(finding, participants)
+    workers = gather(_captures(report, path, folder, scratch))
+    reference = choose_reference(workers)
+    records = _records_of(finding, workers)
     if not records or reference is None:
         raise CaptureError("the captures do not contain the tensors of the finding", where=folder, got=finding.message)
     first_stage = finding.tensors[0].partition("::")[0]  # the others are of what it leads to
-    participant, record = min(records, key=lambda pair: (pair[1].stage != first_stage, *_rank(pair[1])))
+    worker, record = min(records, key=lambda pair: (pair[1].stage != first_stage, *_rank(pair[1])))
     name = tensor_name(*record.key)
-    has_changed = _changed(finding, participant, record) is not None
+    has_changed = _changed(finding, worker, record) is not None
     return Evidence(
         finding=finding,
         number=number,
-        participant=participant,
+        worker=worker,
         record=record,
         others=tuple(tensor for tensor in finding.tensors if tensor != name),
         reference=reference,
-        is_bad=has_changed or judge(participant, reference, record.key).status in BAD,
+        is_bad=has_changed or judge(worker, reference, record.key).status in BAD,
         created=report.created,
         host=report.host,
         command=report.command,
@@ -123,8 +123,8 @@ def _finding_number(report: Comparison, number: int | None, folder: Path) -> int
     return number
 
 
-def find_tensor(path: Path, name: str, worker: str, scratch: Path) -> tuple[ComparedWorker, ComparedWorker, Key]:
-    """Return the worker of this name, the reference worker, and the key of the tensor of this name.
+def find_tensor(path: Path, name: str, label: str, scratch: Path) -> tuple[ComparedWorker, ComparedWorker, Key]:
+    """Return the worker of this label, the reference worker, and the key of the tensor of this name.
 
     Raises
     ------
@@ -132,17 +132,17 @@ def find_tensor(path: Path, name: str, worker: str, scratch: Path) -> tuple[Comp
         The report has no such worker, or the worker no such tensor.
     """
     report, folder = read_comparison(path)
-    participants = gather(_captures(report, path, folder, scratch))
-    reference = choose_reference(participants)
-    for participant in participants:
-        if participant.label != worker:
+    workers = gather(_captures(report, path, folder, scratch))
+    reference = choose_reference(workers)
+    for worker in workers:
+        if worker.label != label:
             continue
-        for key in participant.records:
+        for key in worker.records:
             if tensor_name(*key) == name and reference is not None:
-                return participant, reference, key
+                return worker, reference, key
         raise UsageError("the worker has no such tensor", where="--tensor", got=name, wanted="stage::layer.tensor")
-    labels = ", ".join(participant.label for participant in participants)
-    raise UsageError("the report has no such worker", where="--worker", got=worker, wanted=labels)
+    labels = ", ".join(worker.label for worker in workers)
+    raise UsageError("the report has no such worker", where="--worker", got=label, wanted=labels)
 
 
 def _captures(report: Comparison, path: Path, folder: Path, scratch: Path) -> list[Capture]:
@@ -166,18 +166,16 @@ def _captures(report: Comparison, path: Path, folder: Path, scratch: Path) -> li
     return [read_sent(place, scratch, pool) for place in report.captures]
 
 
-def _records_of(
-    finding: Finding, participants: tuple[ComparedWorker, ...]
-) -> list[tuple[ComparedWorker, TensorRecord]]:
+def _records_of(finding: Finding, workers: tuple[ComparedWorker, ...]) -> list[tuple[ComparedWorker, TensorRecord]]:
     """Return each record of the finding's tensors with its worker on the load path of the record."""
-    tensors, workers = set(finding.tensors), set(finding.workers)
+    tensors, labels = set(finding.tensors), set(finding.workers)
     records = []
-    for participant in participants:
-        if participant.label not in workers:
+    for worker in workers:
+        if worker.label not in labels:
             continue
         # its default load path if the finding names none
-        for load_path in finding.load_paths or (participant.load_path,):
-            view = participant.on(load_path)
+        for load_path in finding.load_paths or (worker.load_path,):
+            view = worker.on(load_path)
             if view is None:
                 continue
             for key, record in view.records.items():

@@ -157,7 +157,7 @@ def _of_calls(
     is_cut = f"{CUT}actual" in ingredients
     if is_cut:
         results = {name: ingredients[f"{CUT}{name}"] for name in results}
-        _, number, _ = aten_calls.largest_share(results["actual"], results["expected"], results["allowed"])
+        _, number, _ = aten_calls.largest_ratio(results["actual"], results["expected"], results["allowed"])
         worst = [int(index) for index in np.unravel_index(number, results["actual"].shape)]
     input_bytes = sum(tensor.nbytes for tensor in inputs.values())
     if input_bytes > MOST_BYTES:
@@ -193,7 +193,7 @@ def _limits(stated: Any) -> dict[str, float] | None:
 
 def device_of(evidence: Evidence) -> str:
     """Return the device of the finding, without its variant."""
-    return dataclasses.replace(parse_device(evidence.participant.info.name), variant=None).name
+    return dataclasses.replace(parse_device(evidence.worker.info.name), variant=None).name
 
 
 def load_arguments(evidence: Evidence) -> dict[str, Any]:
@@ -249,5 +249,5 @@ def _via(evidence: Evidence) -> str | None:
 
 def _load_path(evidence: Evidence) -> LoadPath | None:
     """Return the worker's load path; None for one that this version does not know."""
-    name = evidence.participant.load_path
+    name = evidence.worker.load_path
     return LoadPath(name) if name in list(LoadPath) else None

@@ -96,7 +96,7 @@ def check(case: Case, against: Path | None) -> SavedAdapter:
     if other is not None:
         what, todo = other
         raise InputError(what, where=folder, wanted="a folder that PEFT's save_pretrained() wrote", hint=todo)
-    recognition.adapter_folder(folder)
+    recognition.refuse_adapter_without_config(folder)
     config, _ = read_adapter(folder, allow_pickle=case.allow_pickle)
     with open_weights(folder, allow_pickle=case.allow_pickle) as tensors:
         contents = read_contents(map(_raw, tensors.values()))

@@ -76,8 +76,8 @@ def check_adapter(
     case = Case(name="", base="" if base is None else str(base), adapter=str(adapter), allow_pickle=allow_pickle)
     folders = [Path(folder) for folder in (adapter, base, against) if folder is not None]
     if base is not None:
-        recognition.swapped(Path(base), Path(adapter))
-        recognition.base_folder(Path(base))
+        recognition.refuse_swapped_folders(Path(base), Path(adapter))
+        recognition.refuse_base_without_config(Path(base))
     target = None if out is None else Path(out)
     if target is not None:
         refuse_among_weights(target, *folders)

@@ -16,7 +16,7 @@ from consistency.capture.wording import and_more, counted, layers_text, some
 from consistency.case import recognition
 from consistency.case.case import Case
 from consistency.comparison import kinds
-from consistency.comparison.outcomes import gathered
+from consistency.comparison.outcomes import group_by_key
 from consistency.comparison.result import (
     BAD,
     ArchitectureGroup,
@@ -102,8 +102,8 @@ def check_merged(
         trust_remote_code=trust_remote_code,
     )
     if adapter is not None:
-        recognition.swapped(*folders)
-    recognition.base_folder(folders[0])
+        recognition.refuse_swapped_folders(*folders)
+    recognition.refuse_base_without_config(folders[0])
     if target is not None:
         refuse_among_weights(target, folders[0], Path(merged), *folders[1:])
     with output(target, replace=replace):  # refused before any work
@@ -188,7 +188,7 @@ def _names(states: Iterable[TensorState]) -> tuple[str, ...]:
 
 def _problems(problems: Sequence[Problem]) -> Iterator[Finding]:
     """Yield a finding per kind of problem."""
-    for cause, alike in gathered((problem.cause, problem) for problem in problems).items():
+    for cause, alike in group_by_key((problem.cause, problem) for problem in problems).items():
         texts = [problem.text for problem in alike[:_MOST_NAMES]]
         texts.append(and_more(len(alike) - _MOST_NAMES))
         severity = min((problem.severity for problem in alike), key=get_args(Severity).index)
@@ -280,7 +280,7 @@ def _differences(folder: MergedFolder) -> Iterator[Finding]:
         message=f"{len(differing)} of {counted(len(folder.tensors), 'tensor')} differ from the base",
         tensors=_names(state for state, _ in differing),
     )
-    by_rank = gathered((difference.rank, (state, difference)) for state, difference in differing)
+    by_rank = group_by_key((difference.rank, (state, difference)) for state, difference in differing)
     for rank, alike in sorted(by_rank.items(), key=lambda item: -len(item[1])):
         layers = [split_name(state.name)[0] for state, _ in alike]
         sizes = [difference.share for _, difference in alike]
@@ -328,7 +328,7 @@ def _unpaired(folder: MergedFolder) -> Iterator[Finding]:
 
 def _not_judged(folder: MergedFolder) -> Iterator[Finding]:
     """Yield a finding per reason for which tensors could not be judged."""
-    by_reason = gathered((state.reason, state) for state in folder.tensors if state.status == "skipped")
+    by_reason = group_by_key((state.reason, state) for state in folder.tensors if state.status == "skipped")
     for reason, states in by_reason.items():
         message = f"{counted(len(states), 'tensor')} not judged: {reason}"
         yield Finding(kind=kinds.SKIPPED, severity="note", message=message, tensors=_names(states))

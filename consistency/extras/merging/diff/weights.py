@@ -19,7 +19,7 @@ from consistency.capture.wording import and_more, counted, some
 from consistency.case.checkpoint import read_json
 from consistency.comparison import kinds
 from consistency.comparison.findings.causes import causes_of
-from consistency.comparison.outcomes import gathered
+from consistency.comparison.outcomes import group_by_key
 from consistency.comparison.result import (
     NO_DIFFERENCE,
     ArchitectureGroup,
@@ -290,7 +290,7 @@ class _Comparer:
     @functools.cached_property
     def _by_start(self) -> dict[tuple[object, ...], list[StoredTensor]]:
         """The reference's tensors by structure and first bytes."""
-        return gathered((_start(tensor), tensor) for tensor in self._expected.values())
+        return group_by_key((_start(tensor), tensor) for tensor in self._expected.values())
 
 
 def _start(tensor: StoredTensor) -> tuple[object, ...]:

@@ -1,1 +1,1 @@
-"""Captures of every node of a cluster, made by the engine that is already there, in one verdict."""
+"""Captures of every node of a cluster, made by the scheduler that is already there, in one verdict."""

@@ -83,12 +83,12 @@ def _fleet(parsed: argparse.Namespace) -> int:
 def read_fleet_options(parsed: argparse.Namespace) -> FleetOptions:
     """Return the options of the fleet that are given on the command line."""
     from consistency.case.duration import parse_duration
-    from consistency.extras.operations.fleet.schedulers.options import ENGINES, FleetOptions
+    from consistency.extras.operations.fleet.schedulers.options import SCHEDULERS, FleetOptions
 
     values = {option.attribute: getattr(parsed, f"fleet_{option.name}") for option in FLEET_OPTIONS}
     values = {name: value for name, value in values.items() if value is not None}
     if "engine" not in values:
-        raise UsageError("--engine is required", wanted=" or ".join(ENGINES))
+        raise UsageError("--engine is required", wanted=" or ".join(SCHEDULERS))
     if "node_timeout" in values:
         values["node_timeout"] = parse_duration(values["node_timeout"], where="--node-timeout")
     if "engine_args" in values:

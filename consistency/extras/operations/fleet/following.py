@@ -11,15 +11,15 @@ from enum import StrEnum
 
 from consistency.capture.node_status import BEAT_S, NodeStatus
 from consistency.capture.wording import counted
-from consistency.extras.operations.fleet.schedulers.engine import EngineError, FleetEngine, Standing, TaskState
+from consistency.extras.operations.fleet.schedulers.scheduler import FleetScheduler, SchedulerError, Standing, TaskState
 
-ASK_ENGINE_S = 5.0
+ASK_SCHEDULER_S = 5.0
 """Seconds between two questions to a scheduler: a node reports by itself, and a scheduler has other users."""
 
 _ENDED_GRACE_S = 3 * BEAT_S
 """Seconds that a node may be silent after its task has ended: what it wrote last may arrive late."""
 
-_NO_ENGINE_S = 300.0  # a controller that is restarted is back by then
+_NO_SCHEDULER_S = 300.0  # a controller that is restarted is back by then
 _READERS = 16  # statuses in a store far away are read side by side
 
 
@@ -128,7 +128,7 @@ class FollowedNode:
 
 
 def follow(
-    engine: FleetEngine,
+    scheduler: FleetScheduler,
     nodes: Collection[str],
     read: Callable[[str], NodeStatus | None],
     limits: NodeLimits,
@@ -145,7 +145,7 @@ def follow(
     began = clock()
     followed = {node: FollowedNode(limits=limits, started=began) for node in nodes}
     progress_by_node: dict[str, Progress] = {}
-    tasks = _Tasks(engine=engine, clock=clock)
+    tasks = _Tasks(scheduler=scheduler, clock=clock)
 
     def is_over(node: str) -> bool:
         return node in progress_by_node and progress_by_node[node].state.is_final
@@ -160,22 +160,24 @@ def follow(
                     progress = _lost(f"the engine does not answer: {tasks.error}")
                 if progress.state is NodeState.LOST:
                     lost.append(node)
-                    progress = _with_scheduler_remark(engine, node, status, progress)
+                    progress = _with_scheduler_remark(scheduler, node, status, progress)
                 if progress_by_node.get(node) != progress:
                     progress_by_node[node] = progress
                     watch(node, progress)
             if lost:
-                engine.cancel(lost)
+                scheduler.cancel(lost)
             if not all(is_over(node) for node in followed):
                 sleep(pause_s)
     return progress_by_node
 
 
-def _with_scheduler_remark(engine: FleetEngine, node: str, status: NodeStatus | None, progress: Progress) -> Progress:
+def _with_scheduler_remark(
+    scheduler: FleetScheduler, node: str, status: NodeStatus | None, progress: Progress
+) -> Progress:
     """Return why a node is lost, with what the scheduler says of it, unless the node has said why itself."""
     if status is not None and status.phase == "failed":
         return progress
-    remark = engine.about(node)
+    remark = scheduler.about(node)
     return _lost(f"{progress.text}; {remark}") if remark else progress
 
 
@@ -183,7 +185,7 @@ def _with_scheduler_remark(engine: FleetEngine, node: str, status: NodeStatus | 
 class _Tasks:
     """The tasks of a scheduler that is asked now and then, and that may not answer for a while."""
 
-    engine: FleetEngine
+    scheduler: FleetScheduler
     clock: Callable[[], float]
     error: str = ""  # why it did not answer last
     _states: Mapping[str, TaskState] = field(default_factory=dict)  # its last answer
@@ -193,15 +195,15 @@ class _Tasks:
     @property
     def is_dead(self) -> bool:
         """Return whether it has not answered for so long that nothing can be expected of it."""
-        return self._failing_since is not None and self.clock() - self._failing_since > _NO_ENGINE_S
+        return self._failing_since is not None and self.clock() - self._failing_since > _NO_SCHEDULER_S
 
     def states(self) -> Mapping[str, TaskState]:
         """Return the last known state of the tasks, by node."""
-        if self._asked_at is None or self.clock() - self._asked_at >= ASK_ENGINE_S:
+        if self._asked_at is None or self.clock() - self._asked_at >= ASK_SCHEDULER_S:
             self._asked_at = self.clock()
             try:
-                self._states, self._failing_since = self.engine.poll(), None
-            except EngineError as error:
+                self._states, self._failing_since = self.scheduler.poll(), None
+            except SchedulerError as error:
                 self.error = str(error)
                 if self._failing_since is None:
                     self._failing_since = self._asked_at

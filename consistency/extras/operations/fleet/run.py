@@ -23,7 +23,7 @@ from consistency.case.options import Options
 from consistency.case.preflight import prepare_case
 from consistency.case.requirements import Requirements, requirements_of
 from consistency.comparison import kinds
-from consistency.comparison.outcomes import gathered
+from consistency.comparison.outcomes import group_by_key
 from consistency.comparison.result import Comparison, Finding, with_findings, with_provenance
 from consistency.comparison.site_groups import NO_GROUPS, SiteGroups
 from consistency.devices.interpreter import python_command
@@ -39,8 +39,13 @@ from consistency.extras.operations.fleet.following import (
     other_software,
     without_accelerator,
 )
-from consistency.extras.operations.fleet.schedulers.engine import EngineError, FleetEngine, NodeTask, fleet_engine
 from consistency.extras.operations.fleet.schedulers.options import FleetOptions
+from consistency.extras.operations.fleet.schedulers.scheduler import (
+    FleetScheduler,
+    NodeTask,
+    SchedulerError,
+    connect_scheduler,
+)
 from consistency.text import one_line
 from consistency.workflows import judging, report_folder
 from consistency.workflows.past import NO_PAST, Past
@@ -64,7 +69,7 @@ class LostFleetError(ConsistencyError):
 class FleetPlan:
     """A fleet that can be started."""
 
-    engine: FleetEngine
+    scheduler: FleetScheduler
     options: FleetOptions
     nodes: tuple[str, ...]
     command: tuple[str, ...]  # words of a command line that start this tool on a node
@@ -90,16 +95,16 @@ def prepare_fleet(
     Raises
     ------
     ConsistencyError
-        A file of the case is missing or unsuitable, or the engine does not know a node.
+        A file of the case is missing or unsuitable, or the scheduler does not know a node.
     """
     if options.together and is_remote(options.store or ""):
         raise UsageError("the nodes of one group meet in a folder", where=f"--store {options.store}", got="a URL")
-    engine = fleet_engine(options)
-    nodes = engine.nodes(options.nodes)
+    scheduler = connect_scheduler(options)
+    nodes = scheduler.nodes(options.nodes)
     prepared = prepare_case(case)
     requirements = requirements_of(prepared, accelerators=options.gpus or 0)
     return FleetPlan(
-        engine=engine,
+        scheduler=scheduler,
         options=options,
         nodes=nodes,
         words=tuple(words),
@@ -169,15 +174,15 @@ def _make_captures(
         watch = _telling_the_group(folder, watch)
     try:
         for node in nodes:
-            plan.engine.submit(_task(plan, folder, node))
+            plan.scheduler.submit(_task(plan, folder, node))
             watch(node, Progress(state=NodeState.WAITING))
         folder.save(record)  # from here on there is something to resume
-        progress_by_node = follow(plan.engine, nodes, folder.read_status, limits, watch=watch, pause_s=pause_s)
-    except EngineError as error:
+        progress_by_node = follow(plan.scheduler, nodes, folder.read_status, limits, watch=watch, pause_s=pause_s)
+    except SchedulerError as error:
         raise CaptureError("the engine does not answer", where=f"--engine {options.engine}", got=error) from None
     finally:
         ended = {node for node, progress in progress_by_node.items() if progress.state.is_final}
-        plan.engine.cancel([node for node in nodes if node not in ended])
+        plan.scheduler.cancel([node for node in nodes if node not in ended])
         if options.together:
             shutil.rmtree(folder.together, ignore_errors=True)
     return progress_by_node
@@ -300,7 +305,7 @@ def _findings(nodes: _SortedNodes) -> list[Finding]:
 
 def _finding_per_reason(kind: str, verb: str, reason_by_node: Mapping[str, str]) -> Iterator[Finding]:
     """Yield an error for each reason."""
-    for reason, nodes in gathered((reason, node) for node, reason in reason_by_node.items()).items():
+    for reason, nodes in group_by_key((reason, node) for node, reason in reason_by_node.items()).items():
         message = f"{some(nodes)} · {verb}: {one_line(reason)}"
         yield Finding(kind=kind, severity="error", message=message, detail=tuple(nodes))
 

@@ -22,7 +22,7 @@ from consistency.capture.version import __version__
 from consistency.capture.wording import counted, some
 from consistency.comparison.by_worker import worse
 from consistency.comparison.kinds import WORST_FIRST
-from consistency.comparison.outcomes import gathered
+from consistency.comparison.outcomes import group_by_key
 from consistency.errors import UsageError
 from consistency.extras.operations.history.changes import changes
 from consistency.extras.operations.history.records import MOST_APART, RunRecord, WorkerRecord
@@ -410,7 +410,7 @@ def class_lines(columns: Sequence[Night], device: str | None = None, case: str |
     if device_count <= MOST_APART:
         return Classes(lines=lines(columns, None, case), left_out="", devices=device_count)
     # devices of a class were seen alike in every run, in the same runs
-    classes = gathered((tuple(sorted(states)), name) for name, states in observed.states.items()).values()
+    classes = group_by_key((tuple(sorted(states)), name) for name, states in observed.states.items()).values()
     odd = [devices for devices in classes if observed.is_odd(devices[0])]
     others = [devices for devices in classes if not observed.is_odd(devices[0])]
     # a small class of odd devices is the most remarkable, and a large class of the others says the most

@@ -18,7 +18,7 @@ import torch
 
 from consistency.capture.soak import Load
 from consistency.errors import first_line
-from consistency.extras.operations.soak.step import CPU_BATCH, CPU_SIDE, LARGEST_SIDE, SHARE
+from consistency.extras.operations.soak.step import CPU_BATCH, CPU_SIDE, FREE_PARTS, LARGEST_SIDE
 from consistency.worker.device_error import is_of_the_device, is_out_of_memory
 from consistency.worker.memory.host_memory import free_bytes
 
@@ -35,16 +35,29 @@ _MILLION = 10**6
 
 
 class Busy:
-    """The products of one device, as they are counted."""
+    """The state of a load, which its thread writes: size and number of its products, and its errors.
+
+    Attributes
+    ----------
+    size : str
+        Size and dtype of a product, for people.
+    error : str or None
+        The sentence why the load ended early; None while it goes on.
+    device_error : Exception or None
+        The error of the device that ended the load; None for any other error, or none.
+    products : int
+        Number of products that are done.
+    """
 
     def __init__(self) -> None:
         self.size = ""
         self.error: str | None = None
-        self.of_the_device: Exception | None = None
+        self.device_error: Exception | None = None
         self.products = 0
         self.began_s = time.monotonic()
 
     def summary(self) -> Load:
+        """Return the facts of the load for a capture."""
         took_s = max(time.monotonic() - self.began_s, 1 / _MILLION)
         rate = float(f"{self.products / took_s:.4g}")
         return Load(size=self.size, products=self.products, products_per_s=rate, error=self.error)
@@ -65,13 +78,15 @@ def busy(device: torch.device) -> Iterator[Busy]:
     finally:
         stop.set()
         thread.join()
-    if state.of_the_device is not None:
-        raise state.of_the_device
+    if state.device_error is not None:
+        raise state.device_error
 
 
 def _work(device: torch.device, state: Busy, begun: threading.Event, stop: threading.Event) -> None:
+    """Multiply until `stop` is set; set `begun` after the first product, or when the load has failed."""
     try:
-        multiply = _on_cpu(state) if device.type == "cpu" else _on_device(device, state)
+        is_cpu = device.type == "cpu"
+        multiply = _multiply_on_cpu(state) if is_cpu else _multiply_on_accelerator(device, state)
         state.began_s = time.monotonic()
         while not stop.is_set():
             state.products += multiply()
@@ -79,12 +94,14 @@ def _work(device: torch.device, state: Busy, begun: threading.Event, stop: threa
     except (RuntimeError, MemoryError) as error:
         state.error = f"the load ended: {first_line(error)}"
         if not is_out_of_memory(error) and is_of_the_device(error, device):
-            state.of_the_device = error
+            state.device_error = error
     finally:
+        # a load that failed at once must not keep `busy` waiting
         begun.set()
 
 
-def _on_cpu(state: Busy) -> Callable[[], int]:
+def _multiply_on_cpu(state: Busy) -> Callable[[], int]:
+    """Return a function that computes some products with NumPy, and returns how many."""
     generator = np.random.Generator(np.random.PCG64(_SEED))
     shape = (CPU_BATCH, CPU_SIDE, CPU_SIDE)
     a, b = (generator.standard_normal(shape, dtype=np.float32) for _ in range(2))
@@ -98,11 +115,13 @@ def _on_cpu(state: Busy) -> Callable[[], int]:
     return multiply
 
 
-def _on_device(device: torch.device, state: Busy) -> Callable[[], int]:
+def _multiply_on_accelerator(device: torch.device, state: Busy) -> Callable[[], int]:
+    """Return a function that computes some products on a stream of its own, waits for them, and returns how many."""
     module: Any = torch.get_device_module(device.type)
-    stream = module.Stream(device=device) if hasattr(module, "Stream") and hasattr(module, "stream") else None
+    has_streams = hasattr(module, "Stream") and hasattr(module, "stream")
+    stream = module.Stream(device=device) if has_streams else None
 
-    def inside() -> Any:
+    def on_stream() -> Any:
         return nullcontext() if stream is None else module.stream(stream)
 
     def wait() -> None:
@@ -111,32 +130,46 @@ def _on_device(device: torch.device, state: Busy) -> Callable[[], int]:
         else:
             module.synchronize()
 
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32  # tensor cores draw most
-    free = free_bytes(device)
-    largest = LARGEST_SIDE if free is None else math.isqrt(free // (SHARE * 3 * dtype.itemsize))
-    side = min(_SMALLEST_SIDE, 1 << max(0, largest.bit_length() - 1))
-    with inside():
-        a, b, c = _matrices(side, dtype, device)
-        while True:
-            torch.mm(a, b, out=c)
-            wait()
-            began_s = time.monotonic()
-            torch.mm(a, b, out=c)
-            wait()
-            if time.monotonic() - began_s >= _FULL_S or 2 * side > min(largest, LARGEST_SIDE):
-                break
-            side *= 2
-            a, b, c = _matrices(side, dtype, device)
+    dtype = torch.float32
+    if device.type == "cuda":
+        dtype = torch.bfloat16  # computed by tensor cores, which draw the most power
+    with on_stream():
+        a, b, product = _large_matrices(device, dtype, wait)
+    side = product.shape[0]
     state.size = f"{side} × {side} {str(dtype).removeprefix('torch.')}"
 
     def multiply() -> int:
-        with inside():
+        with on_stream():
             for _ in range(_QUEUED):
-                torch.mm(a, b, out=c)
+                torch.mm(a, b, out=product)
             wait()
         return _QUEUED
 
     return multiply
+
+
+def _large_matrices(
+    device: torch.device, dtype: torch.dtype, wait: Callable[[], None]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return two factors and room for their product, so large that a product takes `_FULL_S`, or as memory allows."""
+    free = free_bytes(device)
+    largest = LARGEST_SIDE
+    if free is not None:
+        largest = math.isqrt(free // (FREE_PARTS * 3 * dtype.itemsize))
+    # a power of two, and not larger than what fits
+    side = min(_SMALLEST_SIDE, 1 << max(0, largest.bit_length() - 1))
+    while True:
+        a, b, product = _matrices(side, dtype, device)
+        # the first product of a size also chooses and loads its kernel, so the second one is timed
+        torch.mm(a, b, out=product)
+        wait()
+        began_s = time.monotonic()
+        torch.mm(a, b, out=product)
+        wait()
+        is_long_enough = time.monotonic() - began_s >= _FULL_S
+        if is_long_enough or 2 * side > min(largest, LARGEST_SIDE):
+            return a, b, product
+        side *= 2
 
 
 def _matrices(side: int, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

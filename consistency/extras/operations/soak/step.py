@@ -17,36 +17,48 @@ CPU_SIDE, CPU_BATCH = 64, 256
 `SMP_THRESHOLD_MIN` 65536); so many of them take some milliseconds, so that the load ends soon after the soak."""
 
 CPU_BYTES = 3 * CPU_BATCH * CPU_SIDE**2 * 4
+"""Bytes of the two factors and the product of a load on the CPU, in float32."""
 
 LARGEST_SIDE = 8192
 """The longest side of the matrices that a device multiplies for `--load`."""
 
-SHARE = 32
-"""The three matrices may take one part in so many of the free memory, so that the load takes none from the soak."""
+FREE_PARTS = 32
+"""The three matrices take at most one 32nd of a device's free memory, so that the soak lacks none."""
 
 
 def soak(stages: Sequence[StageEstimate], case: Case, worker: PlannedWorker) -> StageEstimate | None:
-    """Return what repeating stages takes: their peaks, and the products of a load beside them."""
+    """Return the memory that repeating the stages takes: their peaks, and the matrices of a load beside them.
+
+    None where no stage of the case can be repeated.
+    """
     repeated = [stage for stage in stages if stage.stage in SPECS and SPECS[Stage(stage.stage)].again]
     if not repeated:
         return None
-    load_bytes, of_device = load_memory(worker) if case.load else (0, 0)
+    load_host_bytes = load_device_bytes = 0
+    if case.load:
+        load_host_bytes, load_device_bytes = load_memory(worker)
+    device_bytes: int | None = None
+    if worker.on_device:
+        device_bytes = max(stage.device_bytes or 0 for stage in repeated) + load_device_bytes
     return StageEstimate(
         stage=STEP,
-        host_private_bytes=max(stage.host_private_bytes for stage in repeated) + load_bytes,
+        host_private_bytes=max(stage.host_private_bytes for stage in repeated) + load_host_bytes,
         host_mapped_bytes=max(stage.host_mapped_bytes for stage in repeated),
-        device_bytes=max(stage.device_bytes or 0 for stage in repeated) + of_device if worker.on_device else None,
+        device_bytes=device_bytes,
         scratch_bytes=max(stage.scratch_bytes for stage in repeated),
     )
 
 
 def load_memory(worker: PlannedWorker) -> tuple[int, int]:
-    """Return what the products of `--load` take of the host and the device, at most."""
+    """Return the most bytes that the matrices of `--load` take of the host's memory, and of the device's."""
     if not worker.on_device:
         return CPU_BYTES, 0
-    whole = 3 * 4 * LARGEST_SIDE**2
-    of_device = whole if worker.device_memory_bytes is None else min(whole, worker.device_memory_bytes // SHARE)
-    return 2 * of_device // 3 + of_device * worker.takes_from_host, of_device
+    device_bytes = 3 * 4 * LARGEST_SIDE**2
+    if worker.device_memory_bytes is not None:
+        device_bytes = min(device_bytes, worker.device_memory_bytes // FREE_PARTS)
+    # the two factors are drawn on the host; a device without memory of its own has all three matrices there too
+    host_bytes = 2 * device_bytes // 3 + device_bytes * worker.takes_from_host
+    return host_bytes, device_bytes
 
 
 FINAL_STEP = FinalStep(

@@ -1,4 +1,4 @@
-"""The file that `consistency status` reads, which every report leaves."""
+"""The format of `status.json`, which is written beside every report and which `consistency status` reads."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from consistency.capture.wording import time_of
 from consistency.comparison import kinds
 from consistency.comparison.by_worker import verdicts, worse, worst_ratios
 from consistency.comparison.kinds import WORST_FIRST, is_unseen
-from consistency.comparison.outcomes import gathered
+from consistency.comparison.outcomes import group_by_key
 from consistency.comparison.result import Comparison, Finding, Verdict, WorkerSummary
 from consistency.comparison.suite import SuiteResult, common_findings
 from consistency.extras.operations.status.record import SCHEMA, DeviceClass, DeviceStatus, Status
@@ -152,7 +152,7 @@ def _device_fields(
 
 def _classes(devices: Iterable[DeviceStatus]) -> Iterator[DeviceClass]:
     """Yield the classes of devices: one for each model and verdict."""
-    classes = gathered(((device.architecture, device.model, device.verdict), device) for device in devices)
+    classes = group_by_key(((device.architecture, device.model, device.verdict), device) for device in devices)
     for (architecture, model, verdict), devices_of_class in classes.items():
         yield DeviceClass(
             architecture=architecture,

@@ -1,4 +1,4 @@
-"""`status.json`: what monitoring needs of a run, in a small file beside its report, written last."""
+"""The contents of `status.json`: the result of a run for monitoring, a small file beside the report, written last."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CLOCK_SKEW_S = 300.0
 
 
 class DeviceStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One device on all load paths, and in all cases of a suite."""
+    """The result of one device, on all load paths and in all cases of a suite."""
 
     name: str
     host: str
@@ -30,7 +30,7 @@ class DeviceStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DeviceClass(msgspec.Struct, frozen=True, kw_only=True):
-    """Devices of one model with the same verdict."""
+    """The result that all devices of one model with the same verdict have."""
 
     architecture: str
     model: str
@@ -45,7 +45,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
 
     schema: str
     tool: str
-    # when it ended, with the zone UTC; where captures were compared, when the oldest was made
+    # end of the run, with the zone UTC; where captures were compared, the time when the oldest was made
     created: Annotated[datetime.datetime, msgspec.Meta(tz=True)]
     host: str
     case: str
@@ -53,7 +53,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     exit_status: int  # of the run
     sentence: str  # the verdict in one sentence
     reason: str  # message of the first error, or of the first warning where there is no error; empty without either
-    marks: tuple[str, ...]  # what keeps the result from describing hardware: simulated devices, a planted fault
+    marks: tuple[str, ...]  # why the result does not describe hardware: simulated devices, a planted fault
     profile: str
     settings: tuple[str, ...]
     elapsed_s: float | None
@@ -61,9 +61,9 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     findings: dict[str, int]  # number of findings by severity
     accepted: int  # findings that the baseline accepts
     workers: dict[str, int]  # number of workers by status
-    devices: tuple[DeviceStatus, ...]  # all devices of few; of many, one by one, those that are not consistent
-    device_classes: tuple[DeviceClass, ...] = ()  # all devices, counted
-    devices_left_out: int = 0  # consistent devices of many, which are in `device_classes` alone
+    devices: tuple[DeviceStatus, ...]  # all devices; of many, only those that are not consistent
+    device_classes: tuple[DeviceClass, ...] = ()  # all devices, counted by model and verdict
+    devices_left_out: int = 0  # consistent devices, where there are many: they are only in `device_classes`
     cases: dict[str, SuiteVerdict] = {}  # verdict of each case of a suite; empty for a run
     command: tuple[str, ...] = ()  # the command line, word by word
 
@@ -72,5 +72,5 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"{self.verdict} with the exit status {self.exit_status}")
 
     def age_s(self, now: datetime.datetime) -> float:
-        """Return the time since it ended; negative where the clock that wrote it was ahead."""
+        """Return the seconds since the run ended; negative where the clock of its host was ahead."""
         return (now - self.created).total_seconds()

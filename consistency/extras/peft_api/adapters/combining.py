@@ -217,7 +217,7 @@ class _DealtDraws:
                 self._step,
                 name,
                 status="within" if is_right else "outside",
-                share=ratio,
+                ratio=ratio,
                 word=None if is_right else WRONG_DENSITY,
                 reason=None if is_right else sentence.format(count, elements, probability),
                 evidence={"elements": elements, "kept": count, "probability": probability},
@@ -269,7 +269,7 @@ def _check_by_float64(multi_model: MultiAdapterModel, kind: str, place: str, sid
         msgspec.structs.replace(row, rule=Rule.RELATIVE, rounding=rounding),
         on_host,
         digests=[digest(actual)],
-        found=measure_against_exact(on_host, exact, tolerance),
+        measure=measure_against_exact(on_host, exact, tolerance),
         tolerance=tolerance,
         chunks=None if tolerance is None else lambda: exact_chunks(on_host, exact, tolerance),
     )

@@ -148,7 +148,7 @@ def check_cut(multi_model: MultiAdapterModel, kind: str, place: str, factors: La
             digests=[digest(on_device)],
             tolerance=tolerance,
             chunks=functools.partial(exact_chunks, actual, exact, limit),
-            found=measured,
+            measure=measured,
             ingredients={"exact": exact, "allowed": None if tolerance else allowed.contiguous()},
         )
     is_right = passes(judged.share_values)
@@ -157,7 +157,7 @@ def check_cut(multi_model: MultiAdapterModel, kind: str, place: str, factors: La
         place,
         f"{kind}.singular values",
         status="within" if is_right else "outside",
-        share=judged.share_values,
+        ratio=judged.share_values,
         word=None if is_right else words.DIFFERS,
         reason=None if is_right else "singular values differ from those of the combined deltas",
         evidence={"values": judged.values, "exact": judged.exact_values, "is_cut_sure": judged.is_cut_sure},
@@ -174,7 +174,7 @@ def _record_orthonormal(
         place,
         f"{kind}.orthonormal",
         status="within" if is_right else "outside",
-        share=ratio,
+        ratio=ratio,
         word=None if is_right else words.DIFFERS,
         reason=None if is_right else f"rows of {factors.parts[0]} are not orthonormal",
     )

@@ -10,7 +10,7 @@ import torch
 from consistency.capture.names import adapter_place, module_place
 from consistency.capture.records import TensorRecord
 from consistency.extras.peft_api.adapters.multi_adapter_model import STAGE, MultiAdapterModel
-from consistency.numerics.diagnosis_moved import Known
+from consistency.numerics.diagnosis_moved import OtherContents
 from consistency.numerics.digest import digest
 from consistency.numerics.rules import Rule
 
@@ -59,7 +59,7 @@ def _check_tensors(multi_model: MultiAdapterModel, first: str, second: str) -> b
             TensorRecord(STAGE, layer, f"hotswap.{part}", rule=Rule.BITWISE, status="equal"),
             actual=actual,
             expected=wanted,
-            known=Known(stale=lambda tensor: _held_before(old_keys, first, tensor)),
+            other_contents=OtherContents(stale=lambda tensor: _held_before(old_keys, first, tensor)),
         )
     return is_same
 

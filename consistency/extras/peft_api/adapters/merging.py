@@ -162,7 +162,7 @@ def _record_merged(
         TensorRecord(STAGE, place, name, rule=Rule.BOUND, status="measured"),
         merged,
         digests=[merged_digest],
-        found=measured,
+        measure=measured,
         tolerance=tolerance,
         chunks=lambda: low_rank_chunks(tested, product),
         ingredients=ingredients,
@@ -216,7 +216,7 @@ def _record_drift(
         place,
         MOVED,
         status=status,
-        share=ratio,
+        ratio=ratio,
         word=word,
         reason=reason,
         evidence={

@@ -305,7 +305,7 @@ def _judge_blocks(context: Context, layout: Layout, model: torch.nn.Module, inpu
             blocks.first = place.layer
 
     with deciding(replay.watch_if_any(mode), gradient=False, places=replay.places):
-        run_by_blocks(model, inputs, functools.partial(reference.given, mode), take, began=context.events.block)
+        run_by_blocks(model, inputs, functools.partial(reference.given_value, mode), take, began=context.events.block)
     record_flips(context, STAGE, replay.flips, mode=layout.name)
     if not replay.was_complete(mode):
         return _Blocks(reason=NOT_REPLAYED)
@@ -364,7 +364,7 @@ def _record_tensor(
         name,
         status=status,
         word=word,
-        share=ratio,
+        ratio=ratio,
         evidence={"reference": PINNED, **evidence},
     )
 

@@ -87,7 +87,7 @@ def record(context: Context, report: WrapperReport) -> None:
             ratio = None
             if check == "training_step":  # the only check with a limit; what the others compare is the same or not
                 status, ratio = "within", figures["peak_bytes"] / figures["allowed_bytes"]
-            context.record.fact(STAGE, WRAPPER, check, status=status, share=ratio, evidence=dict(figures))
+            context.record.fact(STAGE, WRAPPER, check, status=status, ratio=ratio, evidence=dict(figures))
     for check, reason in report.skipped.items():
         context.record.fact(STAGE, WRAPPER, check, status="skipped", reason=reason)
 

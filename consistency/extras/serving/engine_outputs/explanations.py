@@ -44,6 +44,9 @@ _MOST_MERGED = 1 << 30
 _LARGEST_LAYER = 1 << 26
 """Elements of the largest layer that is merged to explain outputs: five arrays of it in float64 take 2.5 GiB."""
 
+_NARROWER_MERGES = "merges in a narrower dtype"
+"""Said of merges that were not tried, in a line of a finding."""
+
 _NAMES = {
     "one": Cause.SCALING_ONE,
     "twice": Cause.TWICE,
@@ -141,7 +144,6 @@ def explain(question: Question) -> Answer:
     if question.mode == ADAPTER_OFF:
         ratio = question.ratio_of_logits(question.on)
         return Answer(fits={Cause.LEFT_ON: ("", ratio)} if ratio <= 1 else {})
-    model = question.passes.model
     fits: dict[Cause, tuple[str, float]] = {}
     not_tried = []
     off = question.off
@@ -149,12 +151,10 @@ def explain(question: Question) -> Answer:
         ratio = question.ratio_of_logits(compute())
         if ratio <= 1:
             fits[cause] = layers, ratio
-    for cause, ratio in _merged(question):
-        if ratio <= 1:
-            fits[cause] = "", ratio
-    why_no_merges = _no_merges(model)
-    if why_no_merges:
-        not_tried.append(why_no_merges)
+    merges_that_fit, merges_not_tried = _explain_by_merges(question)
+    fits |= merges_that_fit
+    if merges_not_tried:
+        not_tried.append(merges_not_tried)
     if not fits:
         # some layers alone, only where no mistake with the whole adapter fits: a search takes many passes
         fits, is_searched = _explain_by_layers(question)
@@ -223,11 +223,20 @@ def _head_and_embeddings(base: Any) -> tuple[Any, ...]:
     return ()
 
 
-def _merged(question: Question) -> Iterator[tuple[Cause, float]]:
-    """Yield merges in narrower dtypes, each with its smallest ratio; none after one that PEFT refuses."""
-    with suppress(MergeRefusedError):
+def _explain_by_merges(question: Question) -> tuple[dict[Cause, tuple[str, float]], str]:
+    """Return the merges in narrower dtypes that explain the outputs, and which merges are not tried, if any.
+
+    None is named where PEFT refuses one of them: that it alone explains the outputs would not be known.
+    """
+    fits: dict[Cause, tuple[str, float]] = {}
+    try:
         for cause, ways in merges(question.passes.model).items():
-            yield cause, min(_ratio_of_merge(question, way) for way in ways)
+            ratio = min(_ratio_of_merge(question, way) for way in ways)
+            if ratio <= 1:
+                fits[cause] = "", ratio
+    except MergeRefusedError:
+        return {}, _NARROWER_MERGES
+    return fits, _no_merges(question.passes.model)
 
 
 def _no_merges(model: torch.nn.Module) -> str:
@@ -237,7 +246,7 @@ def _no_merges(model: torch.nn.Module) -> str:
         return "merges into quantized weights"
     largest = max((weight_of(layer).numel() for layer in layers), default=0)
     if matrix_elements(model) > _MOST_MERGED or largest > _LARGEST_LAYER:
-        return "merges in a narrower dtype"
+        return _NARROWER_MERGES
     return ""
 
 
@@ -280,9 +289,8 @@ def _ratio_of_merge(question: Question, way: Rounded) -> float:
     shaken = question.view(question.passes.merged(replace(way, shaken=True)))
     moved = float((merged - shaken).abs().max())
     addition = error_factor(question.rounding.samples, question.rounding.drawn) * moved
-    if (
-        question.ratio(question.view(question.on), addition) <= 1
-    ):  # so wide that the right outputs would be explained too
+    # a bound so wide that the right outputs would be explained too explains nothing
+    if question.ratio(question.view(question.on), addition) <= 1:
         return ratio
     return question.ratio(merged, addition)
 

@@ -182,7 +182,7 @@ class _Engine:
         self.record.computed(
             row,
             actual,
-            found=None if reason else error,
+            measure=None if reason else error,
             tolerance=tolerance,
             ingredients={"exact": truth},
             chunks=None if reason else lambda: exact_chunks(actual, truth, limit),

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from consistency.comparison.outcomes import gathered
+from consistency.comparison.outcomes import group_by_key
 from consistency.comparison.result import Comparison, Outcome, TensorComparison
 from consistency.report.page.section import PageSection, numbers
 
@@ -37,7 +37,7 @@ def texts(tensors: Sequence[TensorComparison]) -> list[PromptTexts]:
         if not outcomes:
             continue
         near = tuple(fraction or 0.0 for fraction in numbers(outcomes[0].evidence, "near"))
-        workers_by_text = gathered(_texts_and_workers(outcomes))
+        workers_by_text = group_by_key(_texts_and_workers(outcomes))
         prompts.append(PromptTexts(prompt=tensor.layer, texts=tuple(workers_by_text.items()), near=near))
     return prompts
 

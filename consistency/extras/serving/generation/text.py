@@ -167,7 +167,7 @@ def _make(context: Context, model: Any, sequences: Sequences) -> Reference | str
         failure = {TEXT: str(why)}
     tables = Tables(failures=failure, names=tuple(tensors), limits=limits)
     publish(context.scratch, tensors or {"": torch.zeros(1)}, tables, GENERATION_FILE)
-    return Reference(path=context.scratch / GENERATION_FILE, tables=tables, made=tensors)
+    return Reference(path=context.scratch / GENERATION_FILE, tables=tables, in_memory=tensors)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,7 +236,7 @@ def _record_prompt(context: Context, number: int, written: torch.Tensor, path: t
         TEXT,
         status=status,
         word=OTHER_TOKEN if is_wrong else None,
-        share=max(ratios),
+        ratio=max(ratios),
         reason=reason,
         evidence={"tokens": len(written), "written": _pieces(context, written.tolist()), "near": near, **evidence},
     )

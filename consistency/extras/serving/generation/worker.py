@@ -296,7 +296,7 @@ def _run_whole_sequences(context: Context, sequences: Sequences, mode: str, refe
         if rows is not None and f"{mode}::{place}" in names:
             whole[str(place)] = rows
 
-    block_inputs = functools.partial(reference.given, mode)
+    block_inputs = functools.partial(reference.given_value, mode)
     kernels = half_kernels.replacement(context.model, tokens_of(inputs))
     watch = deciding(note if table else None, gradient=False, places=places)
     with half_kernels.computing(kernels), _in_mode(context.model, mode), watch:
@@ -385,7 +385,7 @@ def _judge_way(context: Context, name: str, exact: _Exact, title: str) -> None:
         raise Skip("it has a cache of its own")
     with model_code(context.model):
         way = _run_way(context.model, name, exact)
-    rows_by_place = {place: rows for place, rows in way.found.items() if rows}
+    rows_by_place = {place: rows for place, rows in way.rows_by_place.items() if rows}
     ratios = {place: exact.ratio(place, rows, rows[0].values.dtype) for place, rows in rows_by_place.items()}
     # `not passes`: a ratio of NaN is wrong too
     wrong_places = [place for place, ratio in ratios.items() if ratio is not None and not passes(ratio)]
@@ -426,7 +426,7 @@ def _record_place(
         layer,
         f"{title}.{part}" if part else title,
         status=status,
-        share=ratio,
+        ratio=ratio,
         word=word,
         evidence={
             "rows": sum(len(piece.index) for piece in rows),
@@ -457,7 +457,7 @@ def _is_wrong_in_float64(context: Context, name: str, exact: _Exact, place: str)
             model = load_model(context.job.case, CPU)
         try:
             with model_code(model), torch.no_grad(), exact_layers(model), Float64Mode():
-                rows = _run_way(model, name, exact).found.get(place, [])
+                rows = _run_way(model, name, exact).rows_by_place.get(place, [])
         except Skip:  # code that insists on its own dtype
             return False
     ratio = exact.ratio(place, rows, exact.whole[place].dtype)

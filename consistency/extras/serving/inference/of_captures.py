@@ -21,7 +21,7 @@ from consistency.case.preflight import prepare_case
 from consistency.errors import CaptureError, InputError
 from consistency.extras.serving.inference.outputs import check_files_of, read_outputs
 from consistency.extras.serving.inference.request import Request
-from consistency.launch.engine import Watcher
+from consistency.launch.scheduler import Watcher
 from consistency.workflows import pipeline
 
 

@@ -35,7 +35,7 @@ from consistency.extras.training.collectives.spec import COLLECTIVES
 from consistency.extras.training.group_stage import run_in_group
 from consistency.extras.training.ranks.group import GroupError, JoinedGroup
 from consistency.numerics import words
-from consistency.numerics.diagnosis_moved import Known, diagnose_moved
+from consistency.numerics.diagnosis_moved import OtherContents, diagnose_moved
 from consistency.numerics.digest import TensorDigest, digest
 from consistency.numerics.distance import measure
 from consistency.numerics.rules import Rule, passes
@@ -170,7 +170,7 @@ class _Trials:
                 )
         else:
             row = TensorRecord(STAGE, collective.name, name, rule=Rule.BITWISE, status="equal", evidence=self._evidence)
-            record.moved(row, actual=actual, expected=expected, known=self._known(contributions))
+            record.moved(row, actual=actual, expected=expected, other_contents=self._other_contents(contributions))
 
     def _record_unsupported(self, collective: Collective, tensor: str, reason: str) -> None:
         """Record why a collective is not tried, in a dtype or in any."""
@@ -208,10 +208,10 @@ class _Trials:
             evidence["wrong_elements"] = measured.mismatched
             evidence["worst_index"] = list(measured.worst_index or ())
         self._context.record.fact(
-            STAGE, collective.name, name, status=status, word=word, share=ratio, evidence=evidence
+            STAGE, collective.name, name, status=status, word=word, ratio=ratio, evidence=evidence
         )
 
-    def _known(self, contributions: Sequence[Contribution]) -> Known:
+    def _other_contents(self, contributions: Sequence[Contribution]) -> OtherContents:
         """Return the contents that a rank could hold by mistake: the contribution of another one."""
         named = [(f"what {name} gave", gave) for name, gave in zip(self._ranks.names, contributions, strict=True)]
 
@@ -221,7 +221,7 @@ class _Trials:
                     return name
             return None
 
-        return Known(swapped=name_of)
+        return OtherContents(swapped=name_of)
 
     def _result(self, collective: Collective, contribution: torch.Tensor, name: str) -> torch.Tensor:
         """Run a collective on a copy of a contribution, which it may change, and return its result on the CPU."""

@@ -121,7 +121,7 @@ class _Replica:
             WHOLE_MODEL,
             DRIFT,
             status=status,
-            share=ratio,
+            ratio=ratio,
             word=words.DIFFERS,
             evidence={
                 "tensors": len(differing),

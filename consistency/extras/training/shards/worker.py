@@ -54,7 +54,7 @@ from consistency.extras.training.steps import (
     whole_tensor,
 )
 from consistency.extras.training.words import UNSYNCHRONIZED
-from consistency.numerics.diagnosis_moved import Known
+from consistency.numerics.diagnosis_moved import OtherContents
 from consistency.numerics.digest import digest
 from consistency.worker.context import Context
 from consistency.worker.judging.block_rule import draw, passes_for_sums
@@ -241,7 +241,7 @@ def _record_gathered(context: Context, files: Sequence[StepFile], own: StepFile,
         f"{tensor}.{GATHERED}",
         own.tensor(SEEN, name, step),
         expected[step],
-        known=Known(stale=lambda actual: earlier_by_digest.get(digest(actual).value)),
+        other_contents=OtherContents(stale=lambda actual: earlier_by_digest.get(digest(actual).value)),
         evidence={"step": step + 1},
     )
     return False
@@ -289,7 +289,7 @@ def _exact_average(context: Context, ranks: JoinedGroup, names: list[str], parts
         except Skip as skip:
             reason = str(skip)
     reason = ranks.exchange("float64 gradients", reason)[0]
-    return reason or Reference.of(ranks.folder / GRADIENT_FILE)
+    return reason or Reference.open_published(ranks.folder / GRADIENT_FILE)
 
 
 def _publish_average(
@@ -317,7 +317,7 @@ def _publish_average(
     if decisions:
         raise Skip(UNFOLLOWED)
     drawn = draw(context, model, noisy_average, passes_for_sums(context, model))
-    publish(ranks.folder, *exact.tensors_with(drawn, backwards[0].wanted), GRADIENT_FILE)
+    publish(ranks.folder, *exact.tensors_with(drawn, backwards[0].parameters), GRADIENT_FILE)
 
 
 def _train_by_zero(

@@ -20,7 +20,7 @@ from consistency.extras.training.ranks.group import JoinedGroup
 from consistency.extras.training.sizes import STEPS
 from consistency.extras.training.step_judging import StepJudge
 from consistency.extras.training.steps import AVERAGED, UPDATED, StepFile, batches_of
-from consistency.numerics.diagnosis_moved import Known
+from consistency.numerics.diagnosis_moved import OtherContents
 from consistency.numerics.digest import digest
 from consistency.worker.context import Context
 from consistency.worker.model.loading import load_model
@@ -126,7 +126,9 @@ def _record_start(context: Context, ranks: JoinedGroup, stage: Stage, start: Map
         if digest(actual).value != digest(expected).value:
             is_wrong = True
             layer, tensor = adapter_place(context.expected[name][0])
-            record_difference(context, stage, layer, f"{ZERO}, {tensor}.{HELD}", actual, expected, known=Known())
+            record_difference(
+                context, stage, layer, f"{ZERO}, {tensor}.{HELD}", actual, expected, other_contents=OtherContents()
+            )
     return reason_on_ranks(ranks, f"something else than the files say is gathered by {ZERO}", is_here=is_wrong)
 
 

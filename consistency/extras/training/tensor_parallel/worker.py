@@ -109,7 +109,7 @@ def _results(ranks: JoinedGroup, model: torch.nn.Module, inputs: Tensors, refere
     results: Tensors = {}
 
     def block_input(name: str, own: torch.Tensor) -> torch.Tensor:
-        return reference.given(mode, name, own)
+        return reference.given_value(mode, name, own)
 
     def take(place: ResultPlace, result: torch.Tensor) -> None:
         results[str(place)] = gather(result).detach().to("cpu")
@@ -135,13 +135,13 @@ def _record_gradients(
         raise Skip(reference)
     backward = backward_of(model, list(names), inputs, began=context.events.block)
     gradients: dict[str, torch.Tensor] = {}
-    with ranks.in_library("a backward pass"), trainable(model, backward.wanted.values()):
+    with ranks.in_library("a backward pass"), trainable(model, backward.parameters.values()):
         backward_by_blocks(backward, crossing_by(reference), gradients.__setitem__)
     for name, gradient in gradients.items():
         exact = reference.read(name)
         if exact is None:
             continue
-        parameter = backward.wanted.get(name)
+        parameter = backward.parameters.get(name)
         # gradients at the borders of blocks are judged whole: every rank has all of them
         if parameter is None:
             actual = gather(gradient)

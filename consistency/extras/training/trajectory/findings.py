@@ -18,12 +18,11 @@ from consistency.comparison.findings.finder import Finder, Phase
 from consistency.comparison.findings.next_command import run_again
 from consistency.comparison.result import BAD, Finding, Outcome, TensorComparison
 from consistency.extras.training.kinds import KEPT_TRAJECTORY, LEFT_TRAJECTORY
-from consistency.extras.training.trajectory.spec import TRAJECTORY
+from consistency.extras.training.trajectory.spec import STEPWISE, TRAJECTORY
 
 STAGE = TRAJECTORY
-CURVE, FORWARD, STEPWISE = "curve", "forward", "steps"
-"""Tensors of this stage's rows: of the fact with the figures of every step, of hidden states and outputs, and of the
-reason why steps are not judged."""
+CURVE, FORWARD = "curve", "forward"
+"""Tensors of this stage's rows: of the fact with the figures of every step, and of hidden states and outputs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -79,7 +79,7 @@ class TrainingPasses:
         """Return the backward pass of a step, with the parameters as they are, and its loss."""
         part = self._parts[step % len(self._parts)]
         loss = TokenLoss(part)
-        backward = Backward(model=self.model, wanted=self.parameters, inputs=part, loss=loss, began=self._began)
+        backward = Backward(model=self.model, parameters=self.parameters, inputs=part, loss=loss, began=self._began)
         return backward, loss
 
     def run_pass(self, step: int, computed: Computed = as_it_is) -> TrainingPass:

@@ -8,6 +8,9 @@ from consistency.numerics.rules import Rule
 
 TRAJECTORY = Stage("trajectory")
 
+STEPWISE = "steps"
+"""Tensor of the row that says why steps are not judged."""
+
 # on request alone: every step takes some passes on the CPU
 SPEC = StageSpec(
     stage=TRAJECTORY,

@@ -18,7 +18,7 @@ from consistency.capture.records import TensorRecord
 from consistency.devices.backends import CPU
 from consistency.extras.training.trajectory.passes import TrainingPasses
 from consistency.extras.training.trajectory.passes_of_steps import BY_BLOCKS, DRAWN
-from consistency.extras.training.trajectory.spec import TRAJECTORY
+from consistency.extras.training.trajectory.spec import STEPWISE, TRAJECTORY
 from consistency.extras.training.trajectory.yardstick import ExactTraining
 from consistency.numerics.file_tensor import mapped
 from consistency.numerics.rules import Rule
@@ -37,9 +37,6 @@ from consistency.worker.recorder import Skip
 from consistency.worker.training.backward import Tensors
 
 STAGE = TRAJECTORY
-
-STEPWISE = "steps"
-"""Tensor of the row that says why gradients are not judged."""
 
 OTHER_DECISIONS = "at {} of {} steps the device decides by other operations than float64: not judged there"
 
@@ -125,7 +122,7 @@ class StepChecks:
         result = passes.result(loss, exact.gradients, torch.float64)
         with context.events.part_of_stage(1 / (2 + DRAWN), (1 + DRAWN) / (2 + DRAWN)):
             drawn = with_noise(context, backward, exact, track, most=DRAWN)
-        tensors, tables = exact.tensors_with(drawn, backward.wanted)
+        tensors, tables = exact.tensors_with(drawn, backward.parameters)
         track.publish()
         training.take_step(step, result)
         tensors |= {_name_before(name): tensor for name, tensor in parameters.items()}
@@ -134,7 +131,7 @@ class StepChecks:
         # a file only for workers that wait: this one has the tensors
         if context.job.others_wait:
             publish(context.scratch, tensors, tables, file)
-        return Reference(path=context.scratch / file, tables=tables, made=tensors)
+        return Reference(path=context.scratch / file, tables=tables, in_memory=tensors)
 
     def _judge(self, step: int, reference: Reference) -> bool:
         """Judge the gradients of one step; return whether they can be."""
@@ -147,7 +144,7 @@ class StepChecks:
         wrong_flips = [flip for flip in replay.flips if not flip.is_undecided]
         if wrong_flips and not self._has_flipped:
             self._has_flipped = True
-            record_flips(context, STAGE, wrong_flips, more={"step": step + 1})
+            record_flips(context, STAGE, wrong_flips, evidence={"step": step + 1})
         # other decisions lead to other gradients, which no reference has
         if not replay.is_complete():
             return False

@@ -93,6 +93,7 @@ def makers() -> Mapping[tuple[type, type | None], Make]:
     def dora_on_convolution(source: Source) -> Form | None:
         return Dora.of(source, of_convolution(source), by_row=True)
 
+    # the forms of this table come last, and so replace a plug-in's for the same class
     of_plugins: dict[tuple[type, type | None], Make] = {}
     for _, forms in plugins.offered("forms"):
         of_plugins |= forms()

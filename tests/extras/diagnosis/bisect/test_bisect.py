@@ -76,7 +76,7 @@ def test_changes_of_one_thing_are_not_made_at_once() -> None:
     assert tried == [("one",), ("two",), ("other",), ("one", "other")]
 
 
-def participant(make_capture: MakeCapture, name: str, **info: Any) -> ComparedWorker:
+def compared_worker(make_capture: MakeCapture, name: str, **info: Any) -> ComparedWorker:
     folder = make_capture(
         f"c-{name.replace(':', '-')}",
         {name: [TensorRecord(rule="bitwise", status="equal", stage="base", layer="l", tensor="t")]},
@@ -87,8 +87,8 @@ def participant(make_capture: MakeCapture, name: str, **info: Any) -> ComparedWo
 
 def test_variant_is_taken_apart_into_its_variables(make_capture: MakeCapture) -> None:
     environment = {"environment": {"threads": 2}}
-    subject = participant(make_capture, "cpu@baseline", **environment)
-    found = candidates(subject, participant(make_capture, "cpu", environment={"threads": 1}), "merged")
+    subject = compared_worker(make_capture, "cpu@baseline", **environment)
+    found = candidates(subject, compared_worker(make_capture, "cpu", environment={"threads": 1}), "merged")
     assert [change.name for change in found] == [
         "ATEN_CPU_CAPABILITY unset", "MKL_CBWR unset", "ONEDNN_MAX_CPU_ISA unset", "1 thread"
     ]  # fmt: skip
@@ -96,9 +96,9 @@ def test_variant_is_taken_apart_into_its_variables(make_capture: MakeCapture) ->
 
 def test_accelerator_has_its_switches_tried(make_capture: MakeCapture) -> None:
     asked = {"matmul_allow_tf32": False, "cudnn_allow_tf32": False, "bf16_reduced_precision_reduction": False}
-    subject = participant(make_capture, "cuda:1", asked=asked, load_path="shared", environment={"threads": 1})
+    subject = compared_worker(make_capture, "cuda:1", asked=asked, load_path="shared", environment={"threads": 1})
     names = [
-        c.name for c in candidates(subject, participant(make_capture, "cpu", environment={"threads": 1}), "merged")
+        c.name for c in candidates(subject, compared_worker(make_capture, "cpu", environment={"threads": 1}), "merged")
     ]
     assert "TF32 in matrix products" in names
     assert "bfloat16 sums in reduced precision" in names
@@ -107,9 +107,11 @@ def test_accelerator_has_its_switches_tried(make_capture: MakeCapture) -> None:
 
 
 def test_variant_with_tf32_has_it_put_back(make_capture: MakeCapture) -> None:
-    subject = participant(make_capture, "cuda:0@tf32", asked={"matmul_allow_tf32": True}, environment={"threads": 1})
+    subject = compared_worker(
+        make_capture, "cuda:0@tf32", asked={"matmul_allow_tf32": True}, environment={"threads": 1}
+    )
     asked = {"matmul_allow_tf32": False, "cudnn_enabled": True}
-    found = candidates(subject, participant(make_capture, "cpu", asked=asked, environment={"threads": 1}), "merged")
+    found = candidates(subject, compared_worker(make_capture, "cpu", asked=asked, environment={"threads": 1}), "merged")
     assert Change(name="matmul_allow_tf32 = False", settings={"matmul_allow_tf32": False}) in found
     assert "TF32 in matrix products" not in [change.name for change in found]
 
@@ -118,14 +120,14 @@ def test_variant_with_tf32_has_it_put_back(make_capture: MakeCapture) -> None:
 def test_dtype_of_the_adapter_is_tried_on_a_half_precision_base(
     make_capture: MakeCapture, dtype: str, tried: bool
 ) -> None:
-    subject = participant(make_capture, "cpu@baseline", environment={"threads": 1, "dtype": dtype})
-    found = candidates(subject, participant(make_capture, "cpu", environment={"threads": 1}), "merged")
+    subject = compared_worker(make_capture, "cpu@baseline", environment={"threads": 1, "dtype": dtype})
+    found = candidates(subject, compared_worker(make_capture, "cpu", environment={"threads": 1}), "merged")
     assert ("autocast_adapter_dtype=False" in [change.name for change in found]) is tried
 
 
 def test_adapter_has_its_paths_tried(make_capture: MakeCapture) -> None:
-    subject = participant(make_capture, "cuda:1", load_path="shared", environment={"threads": 1})
-    found = candidates(subject, participant(make_capture, "cpu", environment={"threads": 1}), "adapter")
+    subject = compared_worker(make_capture, "cuda:1", load_path="shared", environment={"threads": 1})
+    found = candidates(subject, compared_worker(make_capture, "cpu", environment={"threads": 1}), "adapter")
     load_paths = {change.name: change.load_path for change in found if change.load_path}
     assert load_paths == {
         "the other devices hidden": "isolated",
@@ -149,8 +151,8 @@ def test_change_has_the_last_word_in_the_environment() -> None:
 
 
 def test_a_group_has_the_transports_of_its_library_tried(make_capture: MakeCapture) -> None:
-    subject = participant(make_capture, "cuda:1", asked={"matmul_allow_tf32": False}, environment={"threads": 1})
-    found = candidates(subject, participant(make_capture, "cpu", environment={"threads": 1}), "collectives")
+    subject = compared_worker(make_capture, "cuda:1", asked={"matmul_allow_tf32": False}, environment={"threads": 1})
+    found = candidates(subject, compared_worker(make_capture, "cpu", environment={"threads": 1}), "collectives")
     assert [change.name for change in found] == [
         "NCCL_P2P_DISABLE=1", "NCCL_SHM_DISABLE=1", "NCCL_NVLS_ENABLE=0", "NCCL_ALGO=Ring", "NCCL_PROTO=Simple",
         "2 threads",

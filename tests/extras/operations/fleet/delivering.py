@@ -1,4 +1,4 @@
-"""An engine without a cluster."""
+"""A scheduler without a cluster."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from pathlib import Path
 
 from consistency.capture.node_status import NodeStatus, write_status
 from consistency.capture.transport import deliver
-from consistency.extras.operations.fleet.schedulers.engine import NodeTask, Standing, TaskState
+from consistency.extras.operations.fleet.schedulers.scheduler import NodeTask, Standing, TaskState
 
 
 class Delivering:
-    """An engine whose nodes deliver what was made before, at once."""
+    """A scheduler whose nodes deliver what was made before, at once."""
 
     def __init__(self, made: Mapping[str, Path]) -> None:
         self.made = made

@@ -21,7 +21,7 @@ def test_captures_that_are_seen_late_or_in_part(
 ) -> None:
     """The third is never seen whole; time passes without being waited for."""
     made = {name: make_capture(name, {"cpu": [moved()]}) for name in ("n1", "n2", "n3", "n4")}
-    engine = Delivering(made)
+    scheduler = Delivering(made)
     store, hidden = tmp_path / "out" / "captures", tmp_path / "hidden"
     hidden.mkdir()
     whole: dict[str, bytes] = {}
@@ -40,12 +40,12 @@ def test_captures_that_are_seen_late_or_in_part(
             (hidden / "n1.zip").rename(store / "n1.zip")
             (store / "n2.zip").write_bytes(whole["n2"])
 
-    monkeypatch.setattr(engine, "cancel", cancel)
+    monkeypatch.setattr(scheduler, "cancel", cancel)
     monkeypatch.setattr(time, "sleep", sleep)
     monkeypatch.setattr(time, "monotonic", lambda: sum(waited))
     plan = FleetPlan(
-        engine=engine, options=FleetOptions(engine="slurm"), nodes=tuple(made), command=("consistency",), words=(),
-        requirements=Requirements(),
+        scheduler=scheduler, options=FleetOptions(engine="slurm"), nodes=tuple(made), command=("consistency",),
+        words=(), requirements=Requirements(),
     )  # fmt: skip
     comparison = run_fleet(plan, tmp_path / "out", watch=lambda *_: None)
     assert [worker.name for worker in comparison.workers] == ["n1:cpu", "n2:cpu", "n4:cpu"]

@@ -1,4 +1,4 @@
-"""What the signs of life of a node, and its engine's word, say of it; with a clock of its own."""
+"""What the signs of life of a node, and its scheduler's word, say of it; with a clock of its own."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from consistency.extras.operations.fleet.following import (
     follow,
     lost_nodes,
 )
-from consistency.extras.operations.fleet.schedulers.engine import EngineError, NodeTask, Standing, TaskState
+from consistency.extras.operations.fleet.schedulers.scheduler import NodeTask, SchedulerError, Standing, TaskState
 
 RUNNING = TaskState(standing=Standing.RUNNING)
 WAITING = TaskState(standing=Standing.WAITING, reason="Resources")
@@ -34,7 +34,7 @@ def test_a_node_that_beats_is_alive() -> None:
     ended = TaskState(standing=Standing.ENDED, reason="its job ended: NODE_FAIL, NodeDown")
     for now in range(0, 1000, 20):
         progress = node.judge(status(now + 1), RUNNING if now < 100 else ended, float(now))
-        assert progress == Progress(state=NodeState.RUNNING, text="forward, 5 of 9"), "whatever its engine says"
+        assert progress == Progress(state=NodeState.RUNNING, text="forward, 5 of 9"), "whatever its scheduler says"
     assert node.judge(status(2000, "delivered"), ended, 1001.0).state is NodeState.DELIVERED
 
 
@@ -102,7 +102,7 @@ def test_late_node(task: TaskState, seen: NodeStatus | None, last: str) -> None:
 
 
 class Scripted:
-    """An engine and nodes that act by the clock: what each says at what time."""
+    """A scheduler and nodes that act by the clock: what each says at what time."""
 
     def __init__(self, tasks: Mapping[str, Callable[[float], TaskState]], *, dead_from: float = 1e9) -> None:
         self.now = 0.0
@@ -117,7 +117,7 @@ class Scripted:
 
     def poll(self) -> Mapping[str, TaskState]:
         if self.now >= self._dead_from:
-            raise EngineError("squeue: Unable to contact slurm controller")
+            raise SchedulerError("squeue: Unable to contact slurm controller")
         return {node: task(self.now) for node, task in self._tasks.items()}
 
     def about(self, node: str) -> str:
@@ -141,17 +141,17 @@ class Scripted:
 
 
 def test_a_lost_node_is_cancelled_and_the_others_go_on() -> None:
-    engine = Scripted({"good": lambda _: RUNNING, "dead": lambda _: RUNNING})
+    scheduler = Scripted({"good": lambda _: RUNNING, "dead": lambda _: RUNNING})
 
     def read(node: str) -> NodeStatus:
         if node == "dead":
             return status(1)
-        return status(int(engine.now), "delivered" if engine.now > 200 else "running")
+        return status(int(scheduler.now), "delivered" if scheduler.now > 200 else "running")
 
-    found, changes = engine.follow(read, stall_s=60.0)
+    found, changes = scheduler.follow(read, stall_s=60.0)
     assert {node: one.state for node, one in found.items()} == {"good": NodeState.DELIVERED, "dead": NodeState.LOST}
     assert dict(lost_nodes(found)) == {"dead": "no sign of life for 60 s; last stage: forward, 5 of 9; Slurm: down*"}
-    assert engine.cancelled == ["dead"]
+    assert scheduler.cancelled == ["dead"]
     states = [(node, str(one.state)) for node, one in changes]
     expected = [("good", "running"), ("dead", "running"), ("dead", "lost"), ("good", "delivered")]
     assert states == expected, "a watcher hears of changes only"
@@ -159,28 +159,28 @@ def test_a_lost_node_is_cancelled_and_the_others_go_on() -> None:
 
 def test_engine_that_does_not_answer() -> None:
     """Nodes that report go on without it; those that wait are given up when it has been away for long."""
-    engine = Scripted({"runs": lambda _: RUNNING, "waits": lambda _: WAITING}, dead_from=10.0)
+    scheduler = Scripted({"runs": lambda _: RUNNING, "waits": lambda _: WAITING}, dead_from=10.0)
 
     def read(node: str) -> NodeStatus:
         if node == "waits":
             return NodeStatus()
-        return status(int(engine.now), "delivered" if engine.now > 400 else "running")
+        return status(int(scheduler.now), "delivered" if scheduler.now > 400 else "running")
 
-    found, _ = engine.follow(read)
+    found, _ = scheduler.follow(read)
     assert found["runs"].state is NodeState.DELIVERED
     assert found["waits"].state is NodeState.LOST
     assert "the engine does not answer: squeue: Unable to contact" in found["waits"].text
 
 
 def test_controller_that_restarts_costs_nothing() -> None:
-    engine = Scripted({"waits": lambda now: WAITING if now < 600 else RUNNING})
-    poll = engine.poll
+    scheduler = Scripted({"waits": lambda now: WAITING if now < 600 else RUNNING})
+    poll = scheduler.poll
 
     def flaky() -> Mapping[str, TaskState]:
-        if 100 <= engine.now < 300:
-            raise EngineError("squeue: Unable to contact slurm controller")
+        if 100 <= scheduler.now < 300:
+            raise SchedulerError("squeue: Unable to contact slurm controller")
         return poll()
 
-    engine.poll = flaky  # type: ignore[method-assign]
-    found, _ = engine.follow(lambda _: status(9, "delivered") if engine.now > 650 else NodeStatus())
+    scheduler.poll = flaky  # type: ignore[method-assign]
+    found, _ = scheduler.follow(lambda _: status(9, "delivered") if scheduler.now > 650 else NodeStatus())
     assert found["waits"].state is NodeState.DELIVERED

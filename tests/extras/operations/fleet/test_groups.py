@@ -17,8 +17,8 @@ from consistency.case.stage import Level, Stage
 from consistency.comparison.result import Comparison
 from consistency.devices.discovery import discover
 from consistency.extras.operations.fleet.run import FleetPlan, run_fleet
-from consistency.extras.operations.fleet.schedulers.engine import NodeTask, Standing, TaskState
 from consistency.extras.operations.fleet.schedulers.options import FleetOptions
+from consistency.extras.operations.fleet.schedulers.scheduler import NodeTask, Standing, TaskState
 from consistency.extras.training.collectives.spec import COLLECTIVES
 from consistency.extras.training.replicas.spec import REPLICAS
 
@@ -26,7 +26,7 @@ KERNELS = [info.spec.name for info in discover() if info.spec.is_cpu]
 
 
 class Processes:
-    """An engine that starts every node's task at once on this machine."""
+    """A scheduler that starts every node's task at once on this machine."""
 
     def __init__(self) -> None:
         self._running: dict[str, subprocess.Popen[bytes]] = {}
@@ -64,10 +64,10 @@ class OneNodeIsDown(Processes):
         return {**super().poll(), "n2": TaskState(standing=Standing.DOWN, reason="it is drained")}
 
 
-def fleet(engine: Processes, out: Path, *stages: Stage, together: bool = False) -> Comparison:
+def fleet(scheduler: Processes, out: Path, *stages: Stage, together: bool = False) -> Comparison:
     case = Options(stages=stages, devices=("cpu", "cpu@baseline"), level=Level.QUICK)
     plan = FleetPlan(
-        engine=engine,
+        scheduler=scheduler,
         options=FleetOptions(engine="slurm", node_stall=120.0, together=together),
         nodes=("n1", "n2"),
         command=(sys.executable, "-P", "-m", "consistency"),
@@ -77,7 +77,7 @@ def fleet(engine: Processes, out: Path, *stages: Stage, together: bool = False) 
     try:
         return run_fleet(plan, out, watch=lambda *_: None)
     finally:
-        engine.cancel(plan.nodes)  # what has delivered its capture may take a moment to end
+        scheduler.cancel(plan.nodes)  # what has delivered its capture may take a moment to end
 
 
 def groups(found: Comparison) -> set[tuple[str, ...]]:

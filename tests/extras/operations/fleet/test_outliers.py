@@ -26,7 +26,7 @@ def check(make_capture: MakeCapture, out: Path, bits: str) -> dict[str, list[str
         for place, bit in enumerate(bits)
     }
     plan = FleetPlan(
-        engine=Delivering(made), options=FleetOptions(engine="slurm"), nodes=tuple(made), command=("consistency",),
+        scheduler=Delivering(made), options=FleetOptions(engine="slurm"), nodes=tuple(made), command=("consistency",),
         words=(), requirements=Requirements(),
     )  # fmt: skip
     racks = SiteGroups(hosts={name: {"rack": "r1" if name in ("n0", "n2") else "r2"} for name in made})

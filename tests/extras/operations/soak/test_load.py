@@ -56,5 +56,5 @@ def test_a_device_gets_products_that_fill_it(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(load, "LARGEST_SIDE", 32)
     monkeypatch.setattr(load, "_FULL_S", 3600.0)
     state = load.Busy()
-    assert load._on_device(torch.device("cpu"), state)() == 4
+    assert load._multiply_on_accelerator(torch.device("cpu"), state)() == 4
     assert state.size == "32 × 32 float32"

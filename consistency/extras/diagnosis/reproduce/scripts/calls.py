@@ -35,27 +35,28 @@ def apply_settings(settings):
     torch.use_deterministic_algorithms(bool(settings.get("deterministic_algorithms")), warn_only=True)
     if isinstance(settings.get("threads"), int):
         torch.set_num_threads(max(1, min(settings["threads"], os.cpu_count() or 1)))
-    for name, of, attribute in (
+    for name, owner, attribute in (
         ("matmul_allow_tf32", torch.backends.cuda.matmul, "allow_tf32"),
         ("cudnn_allow_tf32", torch.backends.cudnn, "allow_tf32"),
         ("fp16_reduced_precision_reduction", torch.backends.cuda.matmul, "allow_fp16_reduced_precision_reduction"),
         ("bf16_reduced_precision_reduction", torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction"),
     ):
         if isinstance(settings.get(name), bool) and torch.cuda.is_available():
-            setattr(of, attribute, settings[name])
+            setattr(owner, attribute, settings[name])
 
 
-def cause(calls, inputs, device, share):
-    """Return which operation is off, in words."""
+def cause(calls, inputs, device, ratio_of):
+    """Return a sentence that names the operation that is off; `ratio_of` takes the results of all calls by name."""
     with contextlib.suppress(RuntimeError, NotImplementedError):  # an operation has no kernel in float64
-        if share(aten_calls.run_exactly(calls, inputs)) > 1:
+        if ratio_of(aten_calls.run_exactly(calls, inputs)) > 1:
             return "in float64 too: what is called is wrong, or what it takes, and not how it is computed"
-    wrong = aten_calls.blamed(calls, inputs, device, share)
+    wrong = aten_calls.blamed(calls, inputs, device, ratio_of)
     if not wrong:
         return "no operation explains it alone"
     shown = "".join(f"\n    {calls[number]}" for number in wrong[:4])
-    more = f"\n    and {len(wrong) - 4} more" if len(wrong) > 4 else ""
-    return f"{calls[wrong[0]].operation}: with its result in float64, rounded, all is right{shown}{more}"
+    if len(wrong) > 4:
+        shown += f"\n    and {len(wrong) - 4} more"
+    return f"{calls[wrong[0]].operation}: with its result in float64, rounded, all is right{shown}"
 
 
 def main():
@@ -69,17 +70,19 @@ def main():
     actual, expected, allowed = (tensors.pop(name) for name in ("actual", "expected", "allowed"))
     start, window = FACTS["start"], actual.numel()
 
-    def part(result):
+    def recorded_part(result):
+        """Return the elements of a result that were recorded."""
         return result.detach().to("cpu").reshape(-1)[start : start + window]
 
-    def share_of(found):
-        return aten_calls.largest_share(found, expected, allowed, FACTS["limits"])[0]
+    def ratio_of(result):
+        return aten_calls.largest_ratio(result, expected, allowed, FACTS["limits"])[0]
 
-    def text(result):
-        ratio, worst, whose = aten_calls.largest_share(result, expected, allowed, FACTS["limits"])
-        got, exact, limit = (one.reshape(-1)[worst].item() for one in (result, expected, allowed))
-        worst = f"element {start + worst}: got {got!r}, exact {exact!r}, tolerance +-{limit:.3g}"
-        return f"{ratio:.3g} times the tolerance of {'an' if whose == 'element' else 'a'} {whose}; {worst}"
+    def describe(result):
+        ratio, worst, whose = aten_calls.largest_ratio(result, expected, allowed, FACTS["limits"])
+        got, exact, limit = (tensor.reshape(-1)[worst].item() for tensor in (result, expected, allowed))
+        element = f"element {start + worst}: got {got!r}, exact {exact!r}, tolerance +-{limit:.3g}"
+        article = "an" if whose == "element" else "a"
+        return f"{ratio:.3g} times the tolerance of {article} {whose}; {element}"
 
     try:
         calls, result = aten_calls.read_calls((HERE / "calls.txt").read_text(encoding="utf-8"), tensors)
@@ -87,9 +90,9 @@ def main():
         refuse(f"calls.txt: {error}")
     print(f"finding:  {FACTS['message']}")
     print(f"tensor:   {FACTS['tensor']}, {FACTS['window']}")
-    print(f"recorded: on {FACTS['worker']}: {text(actual)}")
+    print(f"recorded: on {FACTS['worker']}: {describe(actual)}")
     if options.as_recorded:
-        return 1 if share_of(actual) > 1 else 0
+        return 1 if ratio_of(actual) > 1 else 0
 
     device = choose_device(options.device)
     apply_settings(FACTS["settings"])
@@ -98,17 +101,21 @@ def main():
     with torch.no_grad():
         for _ in range(options.times):
             try:
-                found = part(aten_calls.run_calls(calls, tensors, device)[result])
+                computed = recorded_part(aten_calls.run_calls(calls, tensors, device)[result])
             except Exception as error:  # a traceback would end with the status that means: it happens here
                 refuse(f"the calls do not run here: {error}")
-            if found.numel() != window:
-                refuse(f"the calls make {found.numel()} elements, and {window} were recorded")
-            wrong += share_of(found) > 1
-        same = torch.equal(as_bytes(found), as_bytes(actual))
+            if computed.numel() != window:
+                refuse(f"the calls make {computed.numel()} elements, and {window} were recorded")
+            wrong += ratio_of(computed) > 1
+        same = torch.equal(as_bytes(computed), as_bytes(actual))
         as_recorded = ", bitwise as recorded" if same else ""
-        print(f"  {wrong} of {options.times} results wrong; the last: {text(found)}{as_recorded}")
+        print(f"  {wrong} of {options.times} results wrong; the last: {describe(computed)}{as_recorded}")
         if wrong:
-            print(f"cause:    {cause(calls, tensors, device, lambda values: share_of(part(values[result])))}")
+
+            def ratio_of_results(results):
+                return ratio_of(recorded_part(results[result]))
+
+            print(f"cause:    {cause(calls, tensors, device, ratio_of_results)}")
     print("it happens here" if wrong else "it does not happen here")
     return 1 if wrong else 0
 

@@ -28,16 +28,16 @@ def main():
     allowed = (
         tensors["allowed"].double().reshape(-1) if "allowed" in tensors else torch.full_like(error, FACTS["allowed"])
     )
-    share = torch.where(error == 0, 0.0, error / allowed)
-    share = torch.where(share.isnan(), torch.inf, share)
-    worst = int(share.argmax())
+    ratio = torch.where(error == 0, 0.0, error / allowed)
+    ratio = torch.where(ratio.isnan(), torch.inf, ratio)
+    worst = int(ratio.argmax())
     print(f"finding:  {FACTS['message']}")
     print(f"tensor:   {FACTS['tensor']}, {FACTS['window']}")
     print(
-        f"recorded: on {FACTS['worker']}: {share[worst].item():.3g} times tolerance (+-{allowed[worst].item():.3g}),"
+        f"recorded: on {FACTS['worker']}: {ratio[worst].item():.3g} times tolerance (+-{allowed[worst].item():.3g}),"
         f" at element {worst} of the window: got {actual[worst].item()!r}, expected {expected[worst].item()!r}"
     )
-    return 1 if share[worst].item() > 1 else 0
+    return 1 if ratio[worst].item() > 1 else 0
 
 
 if __name__ == "__main__":

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from consistency.case.options import Option, declare, declared
 
-ENGINES: dict[str, str] = {
-    "slurm": "consistency.extras.operations.fleet.schedulers.slurm:SlurmEngine",
-    "ray": "consistency.extras.operations.fleet.schedulers.ray:RayEngine",
+SCHEDULERS: dict[str, str] = {
+    "slurm": "consistency.extras.operations.fleet.schedulers.slurm:SlurmScheduler",
+    "ray": "consistency.extras.operations.fleet.schedulers.ray:RayScheduler",
 }
 """Places of the classes of schedulers, by name; one is made with the options of the fleet."""
 
@@ -17,7 +17,7 @@ ENGINES: dict[str, str] = {
 class FleetOptions:
     """Everything a user can set about a fleet, as parsed values."""
 
-    engine: str = declare("", "what starts the captures", choices=tuple(ENGINES))
+    engine: str = declare("", "what starts the captures", choices=tuple(SCHEDULERS))
     nodes: str | None = declare(
         None,
         "nodes as the engine writes them, gpu[001-128],login1, or all (default: those of the allocation that "

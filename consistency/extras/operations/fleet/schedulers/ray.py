@@ -12,8 +12,8 @@ from typing import Any
 from consistency.devices.backends import BACKENDS
 from consistency.devices.interpreter import python_path
 from consistency.errors import UsageError, extra_hint, first_line
-from consistency.extras.operations.fleet.schedulers.engine import EngineError, NodeTask, Standing, TaskState
 from consistency.extras.operations.fleet.schedulers.options import FleetOptions
+from consistency.extras.operations.fleet.schedulers.scheduler import NodeTask, SchedulerError, Standing, TaskState
 
 _CANCEL_S = 10.0  # a task that was cancelled ends its process, which ends its workers
 _MOST_UNKNOWN = 6  # unknown names in an error
@@ -23,7 +23,7 @@ _VISIBILITY = ["ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", *filter(None, (b.v
 """Variables that Ray may set to nothing for a task that requests no accelerator, which hides all of them from it."""
 
 
-class RayEngine:
+class RayScheduler:
     """Run tasks on the nodes of the Ray cluster that this host belongs to, or that `RAY_ADDRESS` names."""
 
     def __init__(self, options: FleetOptions) -> None:
@@ -93,7 +93,7 @@ class RayEngine:
             cluster_nodes = self._cluster_nodes()
             ended_tasks, _ = self._ray.wait(list(self._tasks.values()), num_returns=len(self._tasks), timeout=0)
         except Exception as error:  # Ray raises kinds of several modules
-            raise EngineError(f"Ray: {first_line(error)}") from None
+            raise SchedulerError(f"Ray: {first_line(error)}") from None
         for node, task in self._tasks.items():
             if node in self._end_reasons:
                 continue

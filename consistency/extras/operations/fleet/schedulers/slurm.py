@@ -14,8 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from consistency.devices.interpreter import python_path
 from consistency.errors import UsageError
-from consistency.extras.operations.fleet.schedulers.engine import EngineError, NodeTask, Standing, TaskState
 from consistency.extras.operations.fleet.schedulers.options import FleetOptions
+from consistency.extras.operations.fleet.schedulers.scheduler import NodeTask, SchedulerError, Standing, TaskState
 
 _ANSWER_S = 60.0  # a busy controller answers within Slurm's MessageTimeout, 10 s; its clients try a few times
 _KILL_S = 10.0  # srun passes a signal on and waits for its task, which may be frozen
@@ -30,7 +30,7 @@ _WAITS = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "
 _RUNS = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "RESIZING", "SIGNALING", "STAGE_OUT")
 
 
-class SlurmEngine:
+class SlurmScheduler:
     """Run tasks as jobs of Slurm, or as steps of the job that this process is in."""
 
     def __init__(self, options: FleetOptions) -> None:
@@ -106,7 +106,7 @@ class SlurmEngine:
     def about(self, node: str) -> str:
         try:
             state = _node_states([node]).get(node, "")
-        except EngineError as error:
+        except SchedulerError as error:
             return str(error)
         return f"Slurm: {state}" if state else ""
 
@@ -217,10 +217,10 @@ def _node_states(nodes: Sequence[str]) -> dict[str, str]:
 
 
 def _answer(*words: str) -> str:
-    """Return the output of a command of Slurm; raise `EngineError` where the controller does not answer."""
+    """Return the output of a command of Slurm; raise `SchedulerError` where the controller does not answer."""
     process = _run(*words)
     if process.returncode:
-        raise EngineError(f"{words[0]}: {process.stderr.strip()}")
+        raise SchedulerError(f"{words[0]}: {process.stderr.strip()}")
     return process.stdout
 
 
@@ -233,7 +233,7 @@ def _asked(*words: str, stdin: str | None = None, where: str | None = None) -> s
 
 
 def _run(*words: str, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
-    """Run a command of Slurm; raise UsageError where it is not installed, and EngineError where it takes too long."""
+    """Run a command of Slurm; raise UsageError if it is not installed, SchedulerError if it takes too long."""
     try:
         return subprocess.run(
             words,
@@ -248,7 +248,7 @@ def _run(*words: str, stdin: str | None = None) -> subprocess.CompletedProcess[s
         hint = "run it where jobs are submitted"
         raise UsageError("Slurm is not on this host", where="--engine slurm", got=f"no {words[0]}", hint=hint) from None
     except subprocess.TimeoutExpired:
-        raise EngineError(f"{words[0]} did not answer within {_ANSWER_S:g} s") from None
+        raise SchedulerError(f"{words[0]} did not answer within {_ANSWER_S:g} s") from None
 
 
 def _environment() -> dict[str, str]:

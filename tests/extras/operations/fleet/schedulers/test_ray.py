@@ -9,19 +9,24 @@ from pathlib import Path
 import pytest
 
 from consistency.errors import UsageError
-from consistency.extras.operations.fleet.schedulers.engine import FleetEngine, NodeTask, Standing, fleet_engine
 from consistency.extras.operations.fleet.schedulers.options import FleetOptions
+from consistency.extras.operations.fleet.schedulers.scheduler import (
+    FleetScheduler,
+    NodeTask,
+    Standing,
+    connect_scheduler,
+)
 from tests.extras.operations.fleet.schedulers.ray_cluster import RayCluster
 
 pytestmark = pytest.mark.cluster
 
 
 @pytest.fixture
-def engine(ray_nodes: RayCluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[FleetEngine]:
+def scheduler(ray_nodes: RayCluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[FleetScheduler]:
     import ray
 
     monkeypatch.setenv("RAY_ADDRESS", ray_nodes.environment["RAY_ADDRESS"])
-    yield fleet_engine(FleetOptions(engine="ray"))
+    yield connect_scheduler(FleetOptions(engine="ray"))
     ray.shutdown()
 
 
@@ -33,21 +38,21 @@ def wait_for(done: Callable[[], bool]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # Ray leaves sockets and processes to its own end
-def test_tasks(engine: FleetEngine, ray_nodes: RayCluster, tmp_path: Path) -> None:
-    assert engine.nodes("all") == tuple(ray_nodes.nodes)
-    assert engine.nodes("r3, r1,r3") == ("r3", "r1")
+def test_tasks(scheduler: FleetScheduler, ray_nodes: RayCluster, tmp_path: Path) -> None:
+    assert scheduler.nodes("all") == tuple(ray_nodes.nodes)
+    assert scheduler.nodes("r3, r1,r3") == ("r3", "r1")
     with pytest.raises(UsageError, match="no such node"):
-        engine.nodes("r1,r9")
+        scheduler.nodes("r1,r9")
 
     def submit(node: str, program: str) -> None:
-        engine.submit(NodeTask(node=node, command=["sh", "-c", program], log=tmp_path / node))
+        scheduler.submit(NodeTask(node=node, command=["sh", "-c", program], log=tmp_path / node))
 
     submit("r1", "echo $NODE; exit 7")
     submit("r2", "sleep 3141")
-    wait_for(lambda: engine.poll()["r1"].standing is Standing.ENDED)
-    assert engine.poll()["r1"].reason == "its task ended: exit status 7"
+    wait_for(lambda: scheduler.poll()["r1"].standing is Standing.ENDED)
+    assert scheduler.poll()["r1"].reason == "its task ended: exit status 7"
     assert (tmp_path / "r1").read_text() == "r1\n", "it ran where it was to, once"
     wait_for(lambda: ray_nodes.running("sleep\x003141"))
-    engine.cancel(["r1", "r2"])
+    scheduler.cancel(["r1", "r2"])
     wait_for(lambda: not ray_nodes.running("sleep\x003141"))
-    assert engine.poll()["r2"].standing is Standing.ENDED
+    assert scheduler.poll()["r2"].standing is Standing.ENDED

@@ -1,4 +1,4 @@
-"""Engines make captures: the seam between planning a run and the hosts that it runs on."""
+"""Schedulers get captures made: the seam between planning a run and the hosts that it runs on."""
 
 from __future__ import annotations
 
@@ -70,10 +70,10 @@ class Captured:
     """Why there is no capture: no host can use the files of the case."""
 
 
-class Engine(Protocol):
+class Scheduler(Protocol):
     """Get a task run, on this host or elsewhere.
 
-    An engine ends everything that it has started when an exception passes through it or its generator is closed;
+    A scheduler ends everything that it has started when an exception passes through it or its generator is closed;
     Ctrl-C is one.
     """
 
@@ -90,19 +90,21 @@ class Engine(Protocol):
 
 LOCAL = "local"
 
-ENGINES: dict[str, str] = {
-    LOCAL: "consistency.launch.local:LocalEngine",
+SCHEDULERS: dict[str, str] = {
+    LOCAL: "consistency.launch.local:LocalScheduler",
 }
-"""The class of each engine as `module:name`, by the name of the engine: it is imported when it is used."""
+"""The class of each scheduler as `module:name`, by the name of the scheduler; it is imported when it is used."""
 
 
-def engine(name: str) -> Engine:
-    """Return a new engine, by a name of `ENGINES`."""
-    made: Engine = pkgutil.resolve_name(ENGINES[name])()
-    return made
+def make_scheduler(name: str) -> Scheduler:
+    """Return a new scheduler, by a name of `SCHEDULERS`."""
+    scheduler: Scheduler = pkgutil.resolve_name(SCHEDULERS[name])()
+    return scheduler
 
 
-def capture_case(on: Engine, task: CaseTask, limits: Limits, *, watch: Watcher, replace: bool = False) -> Captured:
+def capture_case(
+    scheduler: Scheduler, task: CaseTask, limits: Limits, *, watch: Watcher, replace: bool = False
+) -> Captured:
     """Run a single case, and return its captures.
 
     Raises
@@ -110,9 +112,9 @@ def capture_case(on: Engine, task: CaseTask, limits: Limits, *, watch: Watcher, 
     ConsistencyError
         The files of the case cannot be used, or the capture not be written.
     """
-    # closing the generator ends everything that the engine has started
+    # closing the generator ends everything that the scheduler has started
     single = Task(cases=(task,), limits=limits)
-    with closing(on.capture(single, watch=watch, replace=replace)) as cases:
+    with closing(scheduler.capture(single, watch=watch, replace=replace)) as cases:
         captured = next(cases)
     if captured.error is not None:
         raise captured.error

@@ -11,14 +11,14 @@ from consistency.capture.records import TensorRecord
 from consistency.case.case import Case
 from consistency.devices.spec import DeviceInfo, parse_device
 from consistency.errors import InputError
-from consistency.launch.engine import ENGINES, LOCAL, Captured, Limits, Task, Watcher, engine
-from consistency.launch.local import LocalEngine
+from consistency.launch.local import LocalScheduler
+from consistency.launch.scheduler import LOCAL, SCHEDULERS, Captured, Limits, Task, Watcher, make_scheduler
 from consistency.worker.protocol import Event
 from consistency.workflows import pipeline
 from tests.conftest import MakeCapture
 
 
-class CountingEngine:
+class CountingScheduler:
     """Start nothing: count the tasks, and deliver what the test says."""
 
     tasks: ClassVar[list[tuple[Task, bool]]] = []
@@ -32,17 +32,17 @@ class CountingEngine:
 
 
 @pytest.fixture
-def counting(monkeypatch: pytest.MonkeyPatch) -> type[CountingEngine]:
-    monkeypatch.setitem(ENGINES, "counting", f"{__name__}:CountingEngine")
-    monkeypatch.setattr(CountingEngine, "tasks", [])
-    return CountingEngine
+def counting(monkeypatch: pytest.MonkeyPatch) -> type[CountingScheduler]:
+    monkeypatch.setitem(SCHEDULERS, "counting", f"{__name__}:CountingScheduler")
+    monkeypatch.setattr(CountingScheduler, "tasks", [])
+    return CountingScheduler
 
 
 def plan(*names: str) -> pipeline.Plan:
     devices = tuple(DeviceInfo(spec=parse_device(name), architecture="a", model="m") for name in names)
     case = Case(name="x", base="base", adapter="adapter")
     return pipeline.Plan(
-        case=case, devices=devices, limits=Limits(stall_s=7), faults={"cuda:1": "killed"}, engine="counting"
+        case=case, devices=devices, limits=Limits(stall_s=7), faults={"cuda:1": "killed"}, scheduler="counting"
     )
 
 
@@ -61,14 +61,14 @@ def record(digest: str) -> list[TensorRecord]:
     ]
 
 
-def test_the_local_engine_is_the_default() -> None:
-    assert isinstance(engine(LOCAL), LocalEngine)
-    assert pipeline.Plan(case=Case(name="x", base="b"), devices=(), limits=Limits()).engine == LOCAL
+def test_the_local_scheduler_is_the_default() -> None:
+    assert isinstance(make_scheduler(LOCAL), LocalScheduler)
+    assert pipeline.Plan(case=Case(name="x", base="b"), devices=(), limits=Limits()).scheduler == LOCAL
 
 
 @pytest.mark.process
-def test_an_engine_gets_the_planned_workers_and_their_limits(
-    counting: type[CountingEngine], make_capture: MakeCapture, monkeypatch: pytest.MonkeyPatch
+def test_a_scheduler_gets_the_planned_workers_and_their_limits(
+    counting: type[CountingScheduler], make_capture: MakeCapture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = make_capture("only", {"cpu": record("aa")})
     monkeypatch.setattr(counting, "delivers", {"captures": (made,)})
@@ -89,7 +89,7 @@ def test_an_engine_gets_the_planned_workers_and_their_limits(
 
 @pytest.mark.process
 def test_captures_of_several_hosts_are_compared_and_a_lost_one_is_named(
-    counting: type[CountingEngine], make_capture: MakeCapture, monkeypatch: pytest.MonkeyPatch
+    counting: type[CountingScheduler], make_capture: MakeCapture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hosts = tuple(make_capture(name, {"cpu": record("aa")}) for name in ("node-a", "node-b"))
     lost = ("node-c: drained before it delivered a capture",)
@@ -101,8 +101,8 @@ def test_captures_of_several_hosts_are_compared_and_a_lost_one_is_named(
 
 
 @pytest.mark.process
-def test_what_no_host_can_use_is_raised_and_the_engine_is_closed(
-    counting: type[CountingEngine], monkeypatch: pytest.MonkeyPatch
+def test_what_no_host_can_use_is_raised_and_the_scheduler_is_closed(
+    counting: type[CountingScheduler], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(counting, "delivers", {"error": InputError("no such adapter")})
     with pytest.raises(InputError, match="no such adapter"):

@@ -13,7 +13,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Protocol
 
-from consistency.extras.operations.fleet.schedulers.options import ENGINES, FleetOptions
+from consistency.extras.operations.fleet.schedulers.options import SCHEDULERS, FleetOptions
 
 
 class Standing(StrEnum):
@@ -46,11 +46,11 @@ class NodeTask:
     """The file for its output; None where there is no folder that all nodes see."""
 
 
-class EngineError(Exception):
+class SchedulerError(Exception):
     """The scheduler did not answer; it may the next time."""
 
 
-class FleetEngine(Protocol):
+class FleetScheduler(Protocol):
     """Run one task per node of a cluster. A task that is lost must not end another, and none is ever repeated."""
 
     def nodes(self, given: str | None) -> tuple[str, ...]:
@@ -78,7 +78,7 @@ class FleetEngine(Protocol):
 
         Raises
         ------
-        EngineError
+        SchedulerError
             The scheduler does not answer now.
         """
         ...
@@ -92,7 +92,7 @@ class FleetEngine(Protocol):
         ...
 
 
-def fleet_engine(options: FleetOptions) -> FleetEngine:
+def connect_scheduler(options: FleetOptions) -> FleetScheduler:
     """Return a new connection to the scheduler that the options name."""
-    engine: FleetEngine = pkgutil.resolve_name(ENGINES[options.engine])(options)
-    return engine
+    scheduler: FleetScheduler = pkgutil.resolve_name(SCHEDULERS[options.engine])(options)
+    return scheduler
