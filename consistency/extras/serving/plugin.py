@@ -32,9 +32,9 @@ PLUGIN = Plugin(
     api={
         "Text": f"{_CHECK_TEXT}.texts",
         "TextReport": f"{_CHECK_TEXT}.report",
-        "TextOptions": f"{_CHECK_TEXT}.check",
+        "TextOptions": f"{_CHECK_TEXT}.judge_texts",
         "Sampling": f"{_CHECK_TEXT}.sampling",
-        "check_text": f"{_CHECK_TEXT}.check",
-        "check_rollouts": f"{_CHECK_TEXT}.check",
+        "check_text": f"{_CHECK_TEXT}.judge_texts",
+        "check_rollouts": f"{_CHECK_TEXT}.judge_texts",
     },
 )

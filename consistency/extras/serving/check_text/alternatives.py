@@ -32,8 +32,8 @@ _ROTARY_BASES = (10_000.0, 100_000.0, 500_000.0, 1_000_000.0)
 """Bases of rotary positions that models commonly have."""
 
 
-class Fit(enum.Enum):
-    """How a mistake explains a text."""
+class Extent(enum.Enum):
+    """How much of a text a mistake explains."""
 
     TOKENS = enum.auto()
     """Every token is then the most likely one, with its log probability where it has one."""
@@ -45,7 +45,7 @@ class Fit(enum.Enum):
 class Explained:
     """That a mistake explains a text, how, and what it is about."""
 
-    fit: Fit
+    extent: Extent
     about: str = ""
 
 
@@ -112,9 +112,9 @@ class AskedText:
         if not bool(self.judged.fit_logprobs(figures).all()):
             return None
         if bool(self.judged.fit_greedily(figures).all()):
-            return Explained(fit=Fit.TOKENS, about=about)
+            return Explained(extent=Extent.TOKENS, about=about)
         has_logprobs = self.judged.tokens.judged_logprobs is not None
-        return Explained(fit=Fit.LOGPROBS, about=about) if has_logprobs else None
+        return Explained(extent=Extent.LOGPROBS, about=about) if has_logprobs else None
 
     def _any_merge_fits(self, computes: Sequence[Callable[[], torch.Tensor]]) -> Explained | None:
         with suppress(MergeRefusedError):
@@ -252,12 +252,12 @@ class Causes:
     ----------
     about : dict
         What each cause is about, such as the name of an adapter; empty where it is about nothing.
-    fit : Fit
+    extent : Extent
         Whether all texts are explained as they are, or the log probabilities of some alone.
     """
 
     about: dict[Explanation, str]
-    fit: Fit
+    extent: Extent
 
 
 def causes_of(asked: Sequence[AskedText], *, greedily: bool = False) -> Causes | None:
@@ -279,7 +279,7 @@ def _causes_by(
     alternatives_of: Callable[[AskedText], Iterator[Alternative]], asked: Sequence[AskedText], *, greedily: bool
 ) -> Causes | None:
     common: dict[Explanation, str] | None = None
-    fits: dict[Explanation, set[Fit]] = {}
+    fits: dict[Explanation, set[Extent]] = {}
     for each in asked:
         found = _explaining_one(alternatives_of(each), common, greedily=greedily)
         about = {cause: explained.about for cause, explained in found.items()}
@@ -287,11 +287,11 @@ def _causes_by(
         if not common:
             return None  # a pass takes long, and no cause is left that could explain all texts
         for cause, explained in found.items():
-            fits.setdefault(cause, set()).add(explained.fit)
+            fits.setdefault(cause, set()).add(explained.extent)
     if not common:
         return None
-    are_drawn = any(Fit.LOGPROBS in fits[cause] for cause in common)
-    return Causes(about=common, fit=Fit.LOGPROBS if are_drawn else Fit.TOKENS)
+    are_drawn = any(Extent.LOGPROBS in fits[cause] for cause in common)
+    return Causes(about=common, extent=Extent.LOGPROBS if are_drawn else Extent.TOKENS)
 
 
 def _explaining_one(
@@ -304,7 +304,7 @@ def _explaining_one(
         if is_ruled_out or alternative.cause in found:
             continue
         explained = alternative.try_it()
-        if explained is None or (greedily and explained.fit is not Fit.TOKENS):
+        if explained is None or (greedily and explained.extent is not Extent.TOKENS):
             continue
         found[alternative.cause] = explained
     return found

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from consistency.errors import InputError
-from consistency.extras.serving.check_text.check import check_rollouts, check_text
+from consistency.extras.serving.check_text.judge_texts import check_rollouts, check_text
 from consistency.extras.serving.check_text.texts import Text
 from tests.extras.serving.check_text.made_texts import LORA, PROMPTS, loaded, texts_of
 from tests.worker.model.made_models import case_of, on_llama

@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 
-from consistency.extras.serving.check_text.check import check_text
+from consistency.extras.serving.check_text.judge_texts import check_text
 from consistency.extras.serving.check_text.texts import read_texts
 from tests.worker.model.made_models import case_of, on_llama
 

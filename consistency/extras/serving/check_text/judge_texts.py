@@ -37,7 +37,7 @@ from consistency.errors import InputError, first_line
 from consistency.extras.serving.check_text.alternatives import (
     AskedText,
     Causes,
-    Fit,
+    Extent,
     active,
     can_disable,
     causes_of,
@@ -674,7 +674,7 @@ def _as_explained(report: TextReport, causes: Causes, numbers: Sequence[int], tr
     """Return a report with the causes of wrong texts: they explain their tokens, or the log probabilities alone."""
     values = tuple(str(cause.value) for cause in causes.about)
     about = {str(cause.value): name for cause, name in causes.about.items() if name}
-    are_written_so = causes.fit is Fit.TOKENS
+    are_written_so = causes.extent is Extent.TOKENS
     results = list(report.texts)
     for number in numbers:
         result = results[number]
