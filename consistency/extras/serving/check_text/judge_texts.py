@@ -46,7 +46,14 @@ from consistency.extras.serving.check_text.alternatives import (
 from consistency.extras.serving.check_text.differences import summarize
 from consistency.extras.serving.check_text.judged_text import JudgedText, Step, TokenFigures, chosen_ids
 from consistency.extras.serving.check_text.power import leaning_to, tokens_to_tell, written_by
-from consistency.extras.serving.check_text.processing import Logits, Processing, processings_of, surprise_of
+from consistency.extras.serving.check_text.processing import (
+    USUAL_SAMPLERS,
+    Logits,
+    Processing,
+    Ranking,
+    processings_of,
+    surprise_of,
+)
 from consistency.extras.serving.check_text.report import TextReport, TextResult, Told, Verdict
 from consistency.extras.serving.check_text.sampling import Sampling
 from consistency.extras.serving.check_text.screening import PlainText, Screen, plain_logits, plain_text
@@ -512,21 +519,37 @@ class _Judging:
         return list(first.values())
 
     def _way_of_all(self, summary: LogprobSummary) -> str:
-        """Return how log probabilities were taken that are off as a whole, and by no token alone; empty for no way."""
+        """Return how log probabilities were taken that are off as a whole, and by no token alone; empty for no way.
+
+        The way is the one that leaves the smallest squares, and has to leave no more than healthy passes have.
+        """
         numbers = [number for number in self.sample if self.exact[number].tokens.judged_logprobs is not None]
         if not numbers or any(self.exact[number].decides for number in numbers):
             return ""
-        for processing in self._processings(numbers):
-            differences = [
-                plain_text(self.run.model, self.tokens[number], processing=processing).differences for number in numbers
-            ]
-            of_way = summarize([d for d in differences if d is not None], [self.exact[n] for n in numbers])
-            if of_way is None or of_way.is_beyond:
-                continue
-            # so much nearer than the model's own that chance is no reason
-            if abs(of_way.found.mean) < abs(summary.found.mean) / 3:
-                return processing.name
-        return ""
+        residuals: dict[str, list[torch.Tensor]] = {}
+        for number in numbers:
+            for name, of_text in self._residuals(number).items():
+                residuals.setdefault(name, []).append(of_text)
+        squares = {name: float(torch.cat(of_way).nan_to_num(0.0).square().sum()) for name, of_way in residuals.items()}
+        name = min(squares, key=lambda each: squares[each])
+        of_way = summarize(residuals[name], [self.exact[number] for number in numbers])
+        if of_way is None or of_way.is_beyond:
+            return ""
+        # so much nearer than the model's own that chance is no reason
+        return name if abs(of_way.found.mean) < abs(summary.found.mean) / 3 else ""
+
+    def _residuals(self, number: int) -> dict[str, torch.Tensor]:
+        """Return the differences of a text's log probabilities from those of each usual sampler, by its name."""
+        text = self.exact[number]
+        wanted, logits = text.tokens.judged_logprobs, text.logits()
+        assert wanted is not None
+        residuals = {}
+        for is_end_masked in (False, True) if logits.masks_end else (False,):
+            ranking = Ranking.of(logits.of(is_end_masked=is_end_masked), text.chosen, 1.0)
+            for sampling in (*USUAL_SAMPLERS, *((Sampling(),) if is_end_masked else ())):
+                processing = Processing(sampling=sampling, is_end_masked=is_end_masked)
+                residuals[processing.name] = wanted - ranking.logprobs(sampling)
+        return residuals
 
     def _with_surprise(self, report: TextReport) -> TextReport:
         """Add by how much the tokens of texts that came as sampled are less likely than draws are."""

@@ -38,6 +38,13 @@ _TEMPERATURE_STEP = 1.1
 _DIGITS = (1, 2, 3)
 """Decimals of a parameter that somebody sets: the fewest that fit name it."""
 
+USUAL_SAMPLERS = (
+    *(Sampling(top_p=top_p) for top_p in (0.99, 0.98, 0.95, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5)),
+    *(Sampling(top_k=top_k) for top_k in (1000, 500, 200, 100, 64, 50, 40, 30, 20, 10, 5)),
+    *(Sampling(min_p=min_p) for min_p in (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2)),
+)
+"""Samplers that are tried where rounding at each token is too large to tell the parameter."""
+
 _USUAL_TEMPERATURES = (1.0, 0.7, 0.6, 0.8, 0.9, 0.5, 1.2, 0.3, 0.2, 0.4, 0.1, 0.75, 0.95, 1.1, 1.5)
 """Temperatures that are tried together with tokens left out: there the temperature cannot be fitted by itself."""
 
@@ -213,6 +220,11 @@ class Ranking:
             fewest = fewest.minimum((distances - 2 * slack[:, None] >= least).sum(-1))
             most = most.minimum((distances + 2 * slack[:, None] >= least).sum(-1))
         return fewest.clamp(1, size), most.clamp(1, size)
+
+    def logprobs(self, sampling: Sampling) -> torch.Tensor:
+        """Return the log probability of each token that was chosen, of what a sampler leaves, `(tokens,)`."""
+        counts = self.counts_left(sampling, torch.zeros_like(self.chosen_scores))[0].maximum(self.places + 1)
+        return self.chosen_scores - self.sums.gather(1, counts[:, None] - 1)[:, 0]
 
     def nearest_counts(self, wanted: torch.Tensor, fewest: torch.Tensor, most: torch.Tensor) -> torch.Tensor:
         """Return the number of tokens, between two bounds, that comes nearest to log probabilities, `(tokens,)`."""
