@@ -153,7 +153,7 @@ class AskedText:
             place = len(judged.tokens.prompt) + first_off - 1
             change = functools.partial(_off_from, layers, place)
             logits = judged.passes.of(f"without the adapter from token {first_off + 1} on", change)
-            explained = self.fits(judged.figures(logits), str(first_off + 1))
+            explained = self.fits(judged.figures(logits), f"token {first_off + 1}")
             if explained is not None:
                 return explained
         return None
@@ -323,7 +323,7 @@ def _common(before: dict[Explanation, str], about: dict[Explanation, str]) -> di
     return common
 
 
-_SOME_TOKEN = "…"
+_SOME_TOKEN = "a token that differs from text to text"
 """What stands for a token that differs from text to text."""
 
 

@@ -23,7 +23,7 @@ class TextCause(Explanation):
     )
     OFF_FROM = (
         "adapter-off-from-token",
-        "with the adapter on at first, and as the base alone from token {} on",
+        "with the adapter on at first, and as the base alone from {} on",
         "look whether the engine applies the adapter in its decoding steps, or on the prompt alone",
     )
     BEGIN_TWICE = (
@@ -57,6 +57,12 @@ class TextCause(Explanation):
         "prompt-template",
         "after another prompt: {}",
         "compare the chat template and its options of the engine with the tokenizer's, or send the engine token ids",
+    )
+    CACHE = (
+        "rounded-cache",
+        "with keys and values in {}",
+        "if the engine is meant to keep its cache so, say it by --kv-dtype; else look at its option (vLLM: "
+        "kv_cache_dtype, llama.cpp: --cache-type-k and --cache-type-v)",
     )
     ROTARY = (
         "other-rotary-positions",

@@ -11,7 +11,7 @@ from consistency.case.options import OPTIONS, Edge, add_options
 from consistency.cli.output import add_quiet_option, print_json
 from consistency.cli.parser import BAD_USE
 from consistency.errors import UsageError, did_you_mean
-from consistency.extras.serving.check_text.sampling import Sampling
+from consistency.extras.serving.check_text.sampling import KV_DTYPES, Sampling
 from consistency.text import one_line
 
 EXAMPLES = (
@@ -55,6 +55,12 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
         choices=("raw", "processed"),
         default="raw",
         help="raw: the model's own (default); processed: taken after what --sampling or the file says",
+    )
+    parser.add_argument(
+        "--kv-dtype",
+        choices=KV_DTYPES,
+        default="",
+        help="dtype in which the engine keeps keys and values (default: the model's own)",
     )
     add_quiet_option(parser)
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
@@ -119,7 +125,7 @@ def _check_text(parsed: argparse.Namespace) -> int:
         if not parsed.quiet:
             print(one_line(name), file=sys.stderr)
 
-    how = TextOptions(sampling=sampling, processed=parsed.logprobs == "processed")
+    how = TextOptions(sampling=sampling, processed=parsed.logprobs == "processed", kv_dtype=parsed.kv_dtype)
     report = check_text(case, texts, options=how, step=step)
     if parsed.json:
         print_json(report.to_builtins())

@@ -43,6 +43,8 @@ from consistency.extras.serving.check_text.alternatives import (
     causes_of,
     figures_without_adapter,
 )
+from consistency.extras.serving.check_text.arithmetic import OF_DEFAULT, Arithmetic
+from consistency.extras.serving.check_text.causes import TextCause
 from consistency.extras.serving.check_text.differences import summarize
 from consistency.extras.serving.check_text.judged_text import JudgedText, Step, TokenFigures, chosen_ids
 from consistency.extras.serving.check_text.power import leaning_to, tokens_to_tell, written_by
@@ -55,11 +57,12 @@ from consistency.extras.serving.check_text.processing import (
     surprise_of,
 )
 from consistency.extras.serving.check_text.report import TextReport, TextResult, Told, Verdict
-from consistency.extras.serving.check_text.sampling import Sampling
+from consistency.extras.serving.check_text.sampling import KV_DTYPES, Sampling
 from consistency.extras.serving.check_text.screening import PlainText, Screen, plain_logits, plain_text
 from consistency.extras.serving.check_text.summary import LogprobSummary
 from consistency.extras.serving.check_text.texts import Text, Tokens, encoded
 from consistency.numerics.dtype import name_of
+from consistency.numerics.rules import UNIT_ROUNDOFF
 from consistency.worker.model.inputs import tokenizer_of
 from consistency.worker.model.loading import load_model
 from consistency.worker.model.running import model_code
@@ -91,10 +94,13 @@ class TextOptions:
         How tokens were drawn, of all texts that do not say it themselves; None where nothing is said.
     processed : bool
         Log probabilities were taken after the sampler's processing, as `sampling` says.
+    kv_dtype : str
+        Dtype in which the engine keeps keys and values, such as `float16`; empty for the model's own.
     """
 
     sampling: Sampling | None = None
     processed: bool = False
+    kv_dtype: str = ""
 
 
 def check_text(
@@ -300,11 +306,13 @@ class _Judging:
         return None if is_greedy else sampling
 
     def _judge_exactly(self, number: int) -> None:
-        judged = JudgedText.of(
-            self.run.model, self.tokens[number], self.run.tokenizer, functools.partial(self.step, number)
-        )
+        judged = self._in_arithmetic(number, Arithmetic(kv_dtype=self.run.options.kv_dtype))
         self.exact[number] = judged
         self.tokens[number] = judged.tokens
+
+    def _in_arithmetic(self, number: int, arithmetic: Arithmetic) -> JudgedText:
+        step = functools.partial(self.step, number)
+        return JudgedText.of(self.run.model, self.tokens[number], self.run.tokenizer, step, arithmetic)
 
     def _find_writers(self) -> None:
         """Tell which adapter wrote each text, where several were given; its pass stands for the text from then on."""
@@ -580,7 +588,37 @@ class _Judging:
         causes = causes_of(self._asked(wrong))
         if causes is not None:
             return _as_explained(report, causes, wrong, min(len(wrong), _MOST_EXPLAINED))
+        by_cache = self._explained_by_cache(report, wrong)
+        if by_cache is not None:
+            return by_cache
         return msgspec.structs.replace(report, leaning=self._leaning())
+
+    def _explained_by_cache(self, report: TextReport, wrong: Sequence[int]) -> TextReport | None:
+        """Return the report where keys and values in a narrower dtype explain all wrong texts; None where none does.
+
+        A dtype whose rounding is so large that the base alone would be explained too tells nothing.
+        """
+        if len(wrong) > _MOST_EXPLAINED or self.run.options.kv_dtype or any(self.exact[n].decides for n in wrong):
+            return None
+        own_roundoff = UNIT_ROUNDOFF[_dtype_of(self.run.model)]
+        for dtype in KV_DTYPES:
+            if dtype in UNIT_ROUNDOFF and UNIT_ROUNDOFF[dtype] <= own_roundoff:
+                continue  # no narrower than the model's own
+            judged = {number: self._in_arithmetic(number, Arithmetic(kv_dtype=dtype)) for number in wrong}
+            if not all(map(_is_right, judged.values())):
+                continue
+            if self.run.has_adapter and all(_is_explained_without(text) for text in judged.values()):
+                return None
+            if dtype in OF_DEFAULT:
+                self.exact.update(judged)
+                results = list(report.texts)
+                for number in wrong:
+                    results[number] = self._result(number)
+                # two healthy passes differ by that rounding too
+                return self._with_summary(msgspec.structs.replace(report, texts=tuple(results), cache=dtype))
+            extent = Extent.LOGPROBS if any(not text.is_greedy for text in judged.values()) else Extent.TOKENS
+            return _as_explained(report, Causes(about={TextCause.CACHE: dtype}, extent=extent), wrong, len(wrong))
+        return None
 
     def _is_to_explain(self, number: int, result: TextResult) -> bool:
         return result.is_unexplained and number in self.exact
@@ -713,6 +751,20 @@ def _as_explained(report: TextReport, causes: Causes, numbers: Sequence[int], tr
         about=about,
         explained=tried,
     )
+
+
+def _is_right(text: JudgedText) -> bool:
+    """Report whether a text is right as it is: its log probabilities where it has any, else its tokens."""
+    ratios = text.logprob_ratios
+    return text.is_greedy if ratios is None else bool((ratios <= 1).all())
+
+
+def _is_explained_without(text: JudgedText) -> bool:
+    """Report whether the base alone explains a text too, by the same rounding."""
+    figures = figures_without_adapter(text)
+    if text.tokens.judged_logprobs is not None:
+        return bool(text.fit_logprobs(figures).all())
+    return bool(text.fit_greedily(figures).all())
 
 
 def _could_write(text: JudgedText, figures: TokenFigures) -> bool:

@@ -14,6 +14,7 @@ import torch
 from consistency.case.budget.costs import LEAST_PASSES, MOST_PASSES
 from consistency.devices.products import Products
 from consistency.errors import InputError
+from consistency.extras.serving.check_text.arithmetic import OWN, Arithmetic
 from consistency.extras.serving.check_text.processing import Logits, Processing
 from consistency.extras.serving.check_text.report import LogprobGap, TokenGap
 from consistency.extras.serving.check_text.texts import Tokens, other_tokens
@@ -102,6 +103,8 @@ class JudgedText:
         `(passes, tokens)`: log probabilities in passes with noise.
     decides : bool
         The model makes decisions, such as a router's, which rounding may turn.
+    arithmetic : Arithmetic
+        How the writer computes, whose rounding is allowed.
     """
 
     tokens: Tokens
@@ -111,12 +114,13 @@ class JudgedText:
     logprob_spread: Spread
     noisy_logprobs: torch.Tensor
     decides: bool
+    arithmetic: Arithmetic = OWN
 
     @classmethod
-    def of(cls, model: Any, tokens: Tokens, tokenizer: Any, step: Step) -> JudgedText:
+    def of(cls, model: Any, tokens: Tokens, tokenizer: Any, step: Step, arithmetic: Arithmetic = OWN) -> JudgedText:
         """Judge a text; where it is impossible, in other tokens too, if these are not the writer's own."""
         for _ in range(_MOST_DIVISIONS):
-            judged = cls._in_these_tokens(model, tokens, step)
+            judged = cls._in_these_tokens(model, tokens, step, arithmetic)
             place = judged.first_impossible
             if place is None:
                 break
@@ -128,7 +132,7 @@ class JudgedText:
         return judged
 
     @classmethod
-    def _in_these_tokens(cls, model: Any, tokens: Tokens, step: Step) -> JudgedText:
+    def _in_these_tokens(cls, model: Any, tokens: Tokens, step: Step, arithmetic: Arithmetic) -> JudgedText:
         inputs = inputs_of(model, tokens)
         chosen, ends = chosen_ids(tokens), end_ids(model)
         decisions: list[str] = []
@@ -154,7 +158,7 @@ class JudgedText:
         del logits  # of `(tokens, vocabulary)` in float64, which the passes with noise need room for
         decides = any(name not in CONTINUOUS for name in decisions)
         count = MOST_PASSES if decides else LEAST_PASSES
-        noisy = _noisy_figures(model, tokens, inputs, figures, count, step)
+        noisy = _noisy_figures(model, tokens, inputs, figures, count, step, arithmetic)
         gap_spread, logprob_spread = (_spread([each[:, [n]] for each in noisy], right[:, [n]]) for n in range(2))
         # a mistake may have a router choose otherwise, so passes with one decide by themselves
         free = Passes(model=model, inputs=inputs, watch=lambda: None, step=step)
@@ -166,6 +170,7 @@ class JudgedText:
             logprob_spread=logprob_spread,
             noisy_logprobs=torch.stack([each[:, 1] for each in noisy]),
             decides=decides,
+            arithmetic=arithmetic,
         )
 
     @property
@@ -290,7 +295,9 @@ class JudgedText:
         if not far <= 1:
             return _FAR * far
         read = functools.partial(processing.logprobs, chosen=self.chosen, kept=kept)
-        noisy = _noisy_figures(self.passes.model, self.tokens, self.passes.inputs, read, len(self.noisy_logprobs), step)
+        noisy = _noisy_figures(
+            self.passes.model, self.tokens, self.passes.inputs, read, len(self.noisy_logprobs), step, self.arithmetic
+        )
         allowed = _spread(noisy, exact).allowed(exact, torch.float32)[:, 0] + self.tokens.logprob_rounding
         return float(_ratios(wanted, exact[:, 0], allowed).max())
 
@@ -302,6 +309,7 @@ def _noisy_figures(
     figures: Callable[[Logits], torch.Tensor],
     count: int,
     step: Step,
+    arithmetic: Arithmetic,
 ) -> list[torch.Tensor]:
     """Return figures of passes with random rounding errors in the model's own dtype."""
     ends = end_ids(model)
@@ -309,7 +317,8 @@ def _noisy_figures(
     for seed in range(count):
         step(f"with noise ({seed + 1} of {count})")
         kernels = half_kernels.replacement(model, len(tokens.prompt) + len(tokens.ids))
-        with half_kernels.computing(kernels), with_noise(Products(), seed):
+        in_arithmetic = arithmetic.with_noise(seed) or nullcontext()
+        with half_kernels.computing(kernels), with_noise(Products(), seed), in_arithmetic:
             noisy.append(figures(logits_of(activations(model, inputs)[OUTPUT], tokens, ends)))
     return noisy
 

@@ -203,6 +203,8 @@ class TextReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         What these texts cannot tell, with how many more tokens would.
     leaning : str
         A mistake that the log probabilities lean to, though each is within what rounding makes, and how far.
+    cache : str
+        Dtype of keys and values that explains texts which are further off than the model's own dtype makes them.
     surprise : float or None
         Of texts that came as sampled: by how many standard deviations their tokens are less likely than draws are.
     """
@@ -218,6 +220,7 @@ class TextReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     base_alone: bool = False
     told: tuple[Told, ...] = ()
     leaning: str = ""
+    cache: str = ""
     surprise: float | None = None
     schema: str = SCHEMA
 
@@ -400,6 +403,11 @@ class TextReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
                 yield f"the log probabilities were computed {phrases}{tried}"
             yield f"next: {causes[0].todo}"
             return
+        if self.cache:
+            yield (
+                f"explained by keys and values in {self.cache}, as some engines keep them by default: say it by "
+                f"--kv-dtype {self.cache}"
+            )
         if self.leaning:
             yield self.leaning
         if any(result.logprobs_of for result in self.texts) or (self.summary is not None and self.summary.way):
@@ -423,7 +431,7 @@ _RAW = (
 )
 _UNEXPLAINED = (
     "if earlier checkpoints may have written these texts, name them by --adapter NAME=PATH, several; if the writer "
-    "computes in another dtype, say so by --dtype"
+    "computes in another dtype, or keeps keys and values in another one, say so by --dtype and --kv-dtype"
 )
 
 

@@ -1,8 +1,11 @@
-"""The settings of a sampler. No torch here."""
+"""How texts were written, as it can be stated: the sampler, and the dtype of the cache. No torch here."""
 
 from __future__ import annotations
 
 import msgspec
+
+KV_DTYPES = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8")
+"""Dtypes that engines keep keys and values in, those with the smaller errors first."""
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -17,7 +17,7 @@ from consistency.case.builtin import builtin_folder
 from consistency.case.case import Case
 from consistency.case.named_adapters import NamedAdapter
 from consistency.extras.serving.check_text.causes import TextCause
-from consistency.extras.serving.check_text.judge_texts import check_text
+from consistency.extras.serving.check_text.judge_texts import TextOptions, check_text
 from consistency.extras.serving.check_text.texts import Text
 from tests.extras.serving.check_text.made_texts import LORA, PROMPTS, loaded, texts_of
 from tests.worker.model.made_models import a_llama, adapter_on, case_of, on_llama, saved
@@ -39,7 +39,7 @@ def test_the_adapter_is_off_from_a_token_on(llama: Path, *, with_logprobs: bool)
     named = report.logprob_causes if with_logprobs else report.causes
     assert named == (TextCause.OFF_FROM.value,)
     lines = "\n".join(report.lines())
-    assert "as the base alone from token " in lines
+    assert "as the base alone from " in lines
     if with_logprobs:  # each log probability tells, and tokens alone may be the same for a while
         assert "from token 6 on" in lines
 
@@ -170,3 +170,41 @@ def test_which_adapter_wrote_each_text(two_steps: Case, *, drawn: bool) -> None:
     assert "written by: new 2, old 2" in list(report.lines())
     alone = case_of(Path(two_steps.base), Path(two_steps.adapters[0].path))
     assert check_text(alone, texts).exit_status == 1, "the second adapter is not known"
+
+
+class _HalfCache(torch.overrides.TorchFunctionMode):
+    """Keep keys and values in another dtype."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._dtype = dtype
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        if func is torch.nn.functional.scaled_dot_product_attention:
+            query, *keys_and_values = args
+            args = (query, *(each.to(self._dtype).to(each.dtype) for each in keys_and_values))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "status"),
+    [(torch.float16, 0), pytest.param(torch.float8_e4m3fn, 1, marks=pytest.mark.slow)],
+)
+def test_keys_and_values_in_another_dtype(llama: Path, dtype: torch.dtype, status: int) -> None:
+    case = case_of(llama, on_llama(llama, LORA))
+    name = str(dtype).removeprefix("torch.")
+    texts = texts_of(loaded(case), PROMPTS[:3], change=lambda _: _HalfCache(dtype), drawn=True)
+    report = check_text(case, texts)
+    assert report.exit_status == status
+    lines = "\n".join(report.lines())
+    if status == 0:
+        assert report.cache == name
+        assert f"explained by keys and values in {name}" in lines
+    else:
+        assert report.logprob_causes == (TextCause.CACHE.value,)
+        assert f"computed with keys and values in {name}" in lines
+    stated = check_text(case, texts, options=TextOptions(kv_dtype=name))
+    assert (stated.exit_status, stated.logprob_causes, stated.cache) == (0, (), "")
+    other = case_of(Path(case.base), None)
+    assert check_text(other, texts, options=TextOptions(kv_dtype=name)).exit_status == 1, "another model is still one"
