@@ -49,13 +49,13 @@ def difference(actual: torch.Tensor, base: torch.Tensor) -> Difference:
         change = values - before[::step].double()
         square += float(change.square().sum())
         base_square += float(before[::step].double().square().sum())
-        ranks.append(_rank(change, values, unit))
+        ranks.append(rank_of(change, values, unit))
     low_ranks = [rank for rank in ranks if rank is not None]
     rank = max(low_ranks, default=0) if len(low_ranks) == len(ranks) else None
     return Difference(rank=rank, share=math.sqrt(square / base_square) if base_square else math.inf)
 
 
-def _rank(change: torch.Tensor, values: torch.Tensor, unit: float) -> int | None:
+def rank_of(change: torch.Tensor, values: torch.Tensor, unit: float) -> int | None:
     """Return the rank of a matrix `change` of values with this unit roundoff; None where it is full, or of a vector."""
     rows, columns = change.shape
     size = min(_SKETCH, rows, columns)

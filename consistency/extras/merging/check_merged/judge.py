@@ -19,7 +19,7 @@ from consistency.extras.merging.check_merged.adapter import (
 from consistency.extras.merging.check_merged.by_method import judge_by_method
 from consistency.extras.merging.check_merged.causes import MergeCause
 from consistency.extras.merging.check_merged.difference import difference
-from consistency.extras.merging.check_merged.explain import MergeQuestion, explain
+from consistency.extras.merging.check_merged.explain import Explainer
 from consistency.extras.merging.check_merged.folder import Folder, Stored
 from consistency.extras.merging.check_merged.non_finite import (
     NonFiniteElements,
@@ -34,15 +34,14 @@ from consistency.extras.merging.check_merged.orders import (
     half_of,
     same_bits,
 )
+from consistency.extras.merging.check_merged.question import Heads, MergeQuestion
+from consistency.extras.merging.check_merged.rest import measured
 from consistency.extras.merging.check_merged.state import MergedFolder, TensorState
 from consistency.numerics.dtype import UNIT_ROUNDOFF, name_of
 from consistency.numerics.typed import HALF_TYPES
 
 _MOST_QUANTIZED = 1 << 27
 """Elements of the largest quantized tensor that is judged, which takes some arrays of it in float64."""
-
-_MOST_IN_VAIN = 8
-"""Unexplained tensors after which only mistakes that are quick to try are looked for in all others."""
 
 _LEAST_LEFT = 0.5
 """Part of a delta that has to be left after quantizing; less is a problem of the folder."""
@@ -72,7 +71,7 @@ class TensorJudge:
         # Tensors whose values went through a half type that is not their own, and its name.
         self.half_types: dict[str, str] = {}
         self._writer, self._counting = MergeWriter(), threading.Lock()
-        self._in_vain = 0
+        self._explainer, self._heads = Explainer(), Heads.of(before.config)
 
     def judge(self, name: str, base: Stored, merged: Stored, target: Target | None) -> TensorState:
         """Return the state of a tensor that base and folder have; `target` is the adapter's part, if any."""
@@ -172,7 +171,7 @@ class TensorJudge:
             writer=self._writer,
             others=sorted({other.scaling for other in others} - {target.scaling}),
             layers=[other for other in others if other.shape == target.shape and other.name != target.name],
-            briefly=self._in_vain >= _MOST_IN_VAIN,
+            heads=self._heads,
         )
 
     def _judge_low_rank(
@@ -206,9 +205,10 @@ class TensorJudge:
             # As many indices as the tensor has dimensions: the matrix of a vector is a column.
             index = {1: (row,), 2: (row, column)}.get(actual.dim(), (number, row, column))
             state.worst = (index, values[0], values[1], values[2])
-        state.causes = explain(question)
-        if not state.causes:
-            self._in_vain += 1
+        is_measured = not self._explainer.is_in_vain
+        state.causes = self._explainer.explain(question)
+        if not state.causes and is_measured:
+            state.reason = measured(question)
 
     def _judge_untouched(self, state: TensorState, actual: torch.Tensor, before: torch.Tensor) -> None:
         """Judge a tensor that should be the base's, in its own dtype."""

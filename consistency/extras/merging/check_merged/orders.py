@@ -48,8 +48,8 @@ _DEVIATIONS = 6.0
 _GIVE_UP = 1 / 64
 """Part of outside elements at which an order is left for the next one: no tensor with few faults has as many."""
 
-_TRIED = 64
-"""Rows of a matrix, evenly taken, on which an order is tried before all of them are read."""
+_TRIED = (8, 64)
+"""Rows of a matrix, evenly taken, on which an order is tried before more of them are read."""
 
 _SAMPLED = 16
 """Rows of a matrix, evenly taken, from which what rounding took of the adapter's effect is measured."""
@@ -255,12 +255,14 @@ class OutsideElements:
         return self.outside / max(1, self.seen)
 
     def add(self, places: tuple[torch.Tensor, torch.Tensor], actual: torch.Tensor, ends: torch.Tensor) -> None:
-        """Count outside elements, and keep the one that is farthest off in units of its size."""
+        """Count outside elements, and keep the one that is farthest off in units of its size and a typical one."""
         row, column = places
         self.rows.index_add_(0, row, torch.ones_like(row, dtype=self.rows.dtype))
         some = slice(0, _MOST_AGAIN)
         values, (low, high) = actual[some].double(), ends[:, some].double()
-        off = torch.maximum(low - values, values - high).nan_to_num(math.inf) / (low.abs() + high.abs() + 1e-300)
+        size = low.abs() + high.abs()
+        # beside a typical element, so that one near zero, where the least difference is large, is not the one shown
+        off = torch.maximum(low - values, values - high).nan_to_num(math.inf) / (size + size.mean() + 1e-300)
         at = int(off.argmax())
         if float(off[at]) > self._far:
             self._far = float(off[at])
@@ -328,46 +330,71 @@ class MergeWriter:
     """Finds the order of a writer, which is that of all its tensors: the last one that fitted is tried first."""
 
     def __init__(self) -> None:
-        self._last: Order | None = None
+        # by whether the delta was merged a second time, which makes other orders
+        self._last: dict[bool, Order] = {}
 
     def recent(self, actual: torch.Tensor, of: LowRankSum) -> Order:
         """Return the order that fitted last, or the plainest one."""
         known = orders(actual.dtype, of.base.dtype, of.left.dtype)
-        return self._last if self._last in known else ONE_ROUNDING
+        last = self._last.get(False)
+        return last if last in known else ONE_ROUNDING
 
-    def judge(self, actual: torch.Tensor, of: LowRankSum, *, is_twice: bool = False) -> OutsideElements:
+    def judge(self, actual: torch.Tensor, of: LowRankSum) -> OutsideElements:
         """Judge a tensor by the order that leaves the fewest elements outside, the first one of several.
 
-        Orders are tried on some rows first, and one that explains these on all. Where no order can explain the tensor,
-        only a part of it is looked at.
+        Where no order can explain the tensor, the number of outside elements is that of some rows.
+        """
+        best, rows = self._search(actual, of, is_twice=False)
+        if not best.outside or rows.is_whole:
+            return best
+        found = judge(actual, of, best.order)
+        if found.share <= _GIVE_UP:
+            return found
+        estimate = rows.judge(best.order)
+        return estimate if estimate.outside else found
+
+    def explains(self, actual: torch.Tensor, of: LowRankSum, *, is_twice: bool = False) -> bool:
+        """Report whether some order explains every element of a tensor.
 
         Parameters
         ----------
         is_twice : bool
             Whether the delta was merged a second time, into what the first merge had left.
         """
+        if not of.scaling and not is_twice:
+            return _is_cast(actual, of.base)
+        best, _ = self._search(actual, of, is_twice=is_twice)
+        return not best.outside
+
+    def _search(self, actual: torch.Tensor, of: LowRankSum, *, is_twice: bool) -> tuple[OutsideElements, _Rows]:
+        """Return what the best order leaves outside, and the rows that orders were tried on last.
+
+        An order is tried on a few rows, then on more, and one that explains these on all: an element that it leaves
+        outside of any of them is enough to refuse it.
+        """
         tried = self._orders_to_try(actual, of, is_twice=is_twice)
         whole = replace(of, scaling=2 * of.scaling) if is_twice else of
-        sample = _Sample.of(actual, of)
+        samples = _Rows.growing(actual, of)
         best: OutsideElements | None = None
         for order in tried:
-            is_new_tf32 = order.tf32 and order is not self._last
+            is_new_tf32 = order.tf32 and order is not self._last.get(is_twice)
             if is_new_tf32 and best is not None and best.share < _least_in_tf32(actual, whole):
                 continue
-            found = sample.judge(order)
-            if found is None or found.share <= _GIVE_UP:
-                found = judge(actual, of, order)
+            for rows in samples:
+                found = rows.judge(order)
+                if found.outside:
+                    break
             if order.tf32 and not found.outside and not _is_like_tf32(actual, whole, order):
                 continue
             if best is None or found.share < best.share:
                 best = found
             if not found.outside:
-                self._last = order
-                return found
+                self._last[is_twice] = order
+                return found, samples[-1]
             if order is tried[0] and found.share > _GIVE_UP and _hopeless(actual, whole):
-                return judge(actual, of, order)
+                break
         assert best is not None
-        return judge(actual, of, best.order, patient=True)
+        return best, samples[-2] if len(samples) > 1 else samples[-1]
 
     def _orders_to_try(self, actual: torch.Tensor, of: LowRankSum, *, is_twice: bool) -> list[Order]:
         """Return the orders that a writer may have taken, the one that fitted last first."""
@@ -375,30 +402,61 @@ class MergeWriter:
         if is_twice:
             stored = dict.fromkeys((actual.dtype, of.base.dtype))
             tried = [replace(order, between=dtype) for order in tried for dtype in stored]
-        if self._last in tried:
-            tried = [self._last, *tried]
+        last = self._last.get(is_twice)
+        if last in tried:
+            tried = [last, *tried]
         return list(dict.fromkeys(tried))
 
 
 @dataclass(frozen=True, slots=True)
-class _Sample:
-    """Rows of a tensor, evenly taken, on which orders are tried; `of_rows` is None of a small tensor."""
+class _Rows:
+    """Rows of a tensor, one of each `step`, on which orders are tried."""
 
     actual: torch.Tensor
-    of_rows: LowRankSum | None
+    of_rows: LowRankSum
+    step: int
+
+    @property
+    def is_whole(self) -> bool:
+        return self.step == 1
 
     @classmethod
-    def of(cls, actual: torch.Tensor, of: LowRankSum) -> _Sample:
-        """Take the rows of a tensor; one that has hardly more of them is tried as a whole."""
-        step = of.shape[0] // _TRIED
-        if step < 2:
-            return cls(actual, None)
-        rows = slice(None, None, step)
-        return cls(actual[rows].contiguous(), of.part(rows))
+    def growing(cls, actual: torch.Tensor, of: LowRankSum) -> list[_Rows]:
+        """Return a few rows, more of them, and all; of a small tensor all alone."""
+        samples = []
+        for size in _TRIED:
+            step = of.shape[0] // size
+            if step > 1:
+                rows = slice(None, None, step)
+                samples.append(cls(actual[rows].contiguous(), of.part(rows), step))
+        return [*samples, cls(actual, of, 1)]
 
-    def judge(self, order: Order) -> OutsideElements | None:
-        """Return the elements of these rows that an order does not explain; None of a small tensor."""
-        return None if self.of_rows is None else judge(self.actual, self.of_rows, order, patient=True)
+    def judge(self, order: Order) -> OutsideElements:
+        """Return the elements of these rows that an order does not explain, by the rows of the tensor."""
+        found = judge(self.actual, self.of_rows, order, patient=not self.is_whole)
+        if found.worst is not None:
+            row, *others = found.worst
+            found.worst = (row * self.step, *others)
+        return found
+
+
+def _is_cast(actual: torch.Tensor, base: torch.Tensor) -> bool:
+    """Report whether a tensor is the base, cast to its dtype by way of a half type or not."""
+    return bool(rows_of_base(actual, base).all())
+
+
+def rows_of_base(actual: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
+    """Return which rows of a matrix are the base's, cast to its dtype by way of a half type or not: `(rows,)` bool."""
+    equal = _equal_rows(actual, base.to(actual.dtype))
+    for half in HALF_TYPES:
+        if half not in (actual.dtype, base.dtype) and not bool(equal.all()):
+            equal |= _equal_rows(actual, base.to(half).to(actual.dtype))
+    return equal
+
+
+def _equal_rows(actual: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    # what is not finite is judged apart, and equals anything here
+    return ((actual == expected) | ~actual.isfinite()).all(dim=1)
 
 
 def _hopeless(actual: torch.Tensor, of: LowRankSum) -> bool:

@@ -288,7 +288,7 @@ def test_one_element_is_off_by_two_roundings(tmp_path: Path, dtype: torch.dtype,
 
 
 def test_a_base_of_four_bits(tmp_path: Path) -> None:
-    from consistency.extras.merging.check_merged.explain import _NF4
+    from consistency.extras.merging.check_merged.levels import _NF4
 
     case = llama(tmp_path)
     table = torch.tensor(_NF4)

@@ -1,0 +1,181 @@
+r"""What is in a tensor beside the base, or beside base + adapter, where no mistake explains it.
+
+Its difference from the base, and from base + adapter, is held against what another adapter would leave: a matrix of low
+rank and roundings. Where neither is, the tensor is measured: how far each element is in units of its last place, how
+much of the adapter fits the difference best, and how much that leaves over.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from consistency.extras.merging.check_merged.causes import MergeCause
+from consistency.extras.merging.check_merged.difference import rank_of
+from consistency.extras.merging.check_merged.orders import blocks
+from consistency.extras.merging.check_merged.question import MergeQuestion
+from consistency.numerics.dtype import UNIT_ROUNDOFF
+
+_MOST_ROWS = 512
+"""Rows, evenly taken, of which a rank is computed."""
+
+_ROUNDINGS = 3.0
+"""Unit roundoffs by which an element may be off a matrix of low rank: of both sums, and of the matrix itself."""
+
+_MOST_UNITS = 16
+"""Units in the last place up to which an element is said to be off by roundings."""
+
+_LEAST_OFF = 0.01
+"""Part of the elements that merging and unmerging moves, at least; of fewer, something else is the reason."""
+
+_DEVIATIONS = 6.0
+"""Standard deviations by which roundings may have a direction by chance."""
+
+_MOST_OF_A_CHECKPOINT = 0.6
+"""Part of the change that another checkpoint of an adapter leaves over, at most, beside that adapter."""
+
+_LEAST_SPREAD = 1 / 16
+"""Part of the rows, and of the columns, over which each rank of an adapter is spread, at least."""
+
+
+def name_rest(question: MergeQuestion) -> dict[MergeCause, str]:
+    """Explain a matrix by roundings, or by another adapter, in the place of this one or beside it."""
+    roundings = Roundings.of(question)
+    if roundings is not None and not roundings.is_directed and roundings.share >= _LEAST_OFF:
+        return {MergeCause.ROUNDINGS: roundings.text}
+    if not question.is_matrix:
+        return {}
+    target = question.target
+    rows = slice(None, None, max(1, target.shape[1] // _MOST_ROWS))
+    actual, before = question.actual[0, rows], question.base[0, rows].double()
+    delta = (target.left[0, rows].double() @ target.right[0].double()).mul_(target.scaling)
+    change = actual.double() - before
+    sizes = actual.double().abs() + before.abs() + delta.abs()
+    if not bool(change.isfinite().all()):
+        return {}
+    fitted, _ = question.fit(target.left, target.right)
+    if target.scaling and _is_directed(change - delta, delta):
+        off_fitted = (change - fitted / target.scaling * delta).abs()
+        if bool((off_fitted <= _allowed(sizes, actual.dtype)).all()):
+            return {MergeCause.WRONG_SCALE: f"{fitted:.4g}, fitted, instead of {target.scaling:g}"}
+    with torch.random.fork_rng(devices=[]):  # the truncated SVD draws
+        torch.manual_seed(0)
+        whole, beside = (_low_rank(one, sizes, actual.dtype) for one in (change, change - delta))
+    if whole and (not beside or whole <= beside):
+        return {MergeCause.OTHER_ADAPTER: _in_its_place(question, whole)}
+    return {MergeCause.FURTHER_ADAPTER: f"of rank {beside}"} if beside else {}
+
+
+def _allowed(sizes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return how far rounding may move the elements of a change; `sizes` are those of all that was rounded."""
+    return _ROUNDINGS * UNIT_ROUNDOFF.get(dtype, 0.0) * (sizes + sizes.square().mean().sqrt())
+
+
+def _low_rank(change: torch.Tensor, sizes: torch.Tensor, dtype: torch.dtype) -> int | None:
+    """Return the rank of a change that is a product of few ranks and roundings; None of another one.
+
+    A wrong element or row is a matrix of rank 1 too: those of an adapter are spread over rows and columns.
+    """
+    rank = rank_of(change, sizes, UNIT_ROUNDOFF.get(dtype, 0.0))
+    if not rank:
+        return None
+    left, values, right = torch.svd_lowrank(change, q=min(rank + 8, *change.shape), niter=2)
+    left, right = left[:, :rank], right[:, :rank]
+    of_rank = (left * values[:rank]) @ right.T
+    for vectors in (left, right):
+        spread = 1 / vectors.pow(4).sum(dim=0).clamp(min=1e-300)
+        if float(spread.min()) < max(2.0, _LEAST_SPREAD * len(vectors)):
+            return None
+    return rank if bool(((change - of_rank).abs() <= _allowed(sizes + of_rank.abs(), dtype)).all()) else None
+
+
+def _is_directed(error: torch.Tensor, delta: torch.Tensor) -> bool:
+    """Return whether errors are along the delta, more than they are by chance."""
+    along = float((error * delta).sum())
+    deviation = math.sqrt(float(error.square().mean()) * float(delta.square().sum()))
+    return abs(along) > _DEVIATIONS * deviation
+
+
+def _in_its_place(question: MergeQuestion, rank: int) -> str:
+    """Return the rank of another adapter, and whether it is like this one."""
+    target = question.target
+    factor, left_over = question.fit(target.left, target.right)
+    text = f"of rank {rank}"
+    if target.scaling and rank <= target.left.shape[2] and left_over < _MOST_OF_A_CHECKPOINT:
+        return f"{text}, near {factor / target.scaling:.2f} × this one: another checkpoint of it?"
+    return text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Roundings:
+    """Elements that are off base + adapter, all by few units in the last place.
+
+    Attributes
+    ----------
+    off, count : int
+        Elements that are off, and all.
+    most : float
+        Units in the last place by which one is off at most.
+    is_directed : bool
+        Whether the errors are along the delta: then they are no roundings.
+    """
+
+    off: int
+    count: int
+    most: float
+    is_directed: bool
+
+    @classmethod
+    def of(cls, question: MergeQuestion) -> Roundings | None:
+        """Return the elements that are off; None where one is off by more than roundings."""
+        target, dtype = question.target, question.actual.dtype
+        unit = UNIT_ROUNDOFF.get(dtype, 0.0)
+        off, count, most, along, square, error_square = 0, 0, 0.0, 0.0, 0.0, 0.0
+        for matrix, low_rank_sum in question.sums(target.left, target.right, target.scaling):
+            for rows in blocks(*low_rank_sum.shape):
+                base, delta = low_rank_sum.base[rows].double(), low_rank_sum.delta(rows)
+                exact = base + delta
+                # an element may be small where a base and a delta were rounded that were not
+                size = torch.maximum(torch.maximum(exact.abs(), base.abs()), delta.abs()).clamp(min=1e-300)
+                last_place = torch.exp2(torch.floor(torch.log2(size))) * (2 * unit)
+                error = matrix[rows].double() - exact.to(dtype).double()
+                units = error.abs() / last_place
+                most = max(most, float(units.max()))
+                if not float(units.max()) <= _MOST_UNITS:
+                    return None
+                off, count = off + int((units > 0.25).sum()), count + units.numel()
+                along, square = along + float((error * delta).sum()), square + float(delta.square().sum())
+                error_square += float(error.square().sum())
+        if not off:
+            return None
+        is_directed = abs(along) > _DEVIATIONS * math.sqrt(error_square / count * square)
+        return cls(off=off, count=count, most=most, is_directed=is_directed)
+
+    @property
+    def share(self) -> float:
+        """Return the elements that are off over all."""
+        return self.off / self.count
+
+    @property
+    def text(self) -> str:
+        """Return how many elements are off, and by how much."""
+        many = f"{self.share:.1%} of the elements" if self.share >= _LEAST_OFF else f"{self.off} of {self.count} elements"
+        units = "1 unit" if self.most < 1.5 else f"{round(self.most)} units"
+        return f"{many} off, by {units} in the last place at most"
+
+
+def measured(question: MergeQuestion) -> str:
+    """Return in words how much of the adapter is in a tensor, and how large what is left over is."""
+    roundings = Roundings.of(question)
+    if roundings is not None:
+        return f"base + adapter, but for {roundings.text}"
+    target = question.target
+    factor, left_over = question.fit(target.left, target.right)
+    times = factor / target.scaling if target.scaling else 0.0
+    if left_over < 0.5:
+        return f"base + adapter × {times:.2f}, and {left_over:.1%} of the change is something else"
+    before = question.base.double()
+    size = float((question.actual.double() - before).norm()) / max(float(before.norm()), 1e-300)
+    return f"it is {size:.1%} of its norm from the base, by no low rank, and adapter × {times:.2f} fits that best"
