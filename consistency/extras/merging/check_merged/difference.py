@@ -49,13 +49,13 @@ def difference(actual: torch.Tensor, base: torch.Tensor) -> Difference:
         change = values - before[::step].double()
         square += float(change.square().sum())
         base_square += float(before[::step].double().square().sum())
-        ranks.append(rank_of(change, values, unit))
+        ranks.append(_rank(change, values, unit))
     low_ranks = [rank for rank in ranks if rank is not None]
     rank = max(low_ranks, default=0) if len(low_ranks) == len(ranks) else None
     return Difference(rank=rank, share=math.sqrt(square / base_square) if base_square else math.inf)
 
 
-def rank_of(change: torch.Tensor, values: torch.Tensor, unit: float) -> int | None:
+def _rank(change: torch.Tensor, values: torch.Tensor, unit: float) -> int | None:
     """Return the rank of a matrix `change` of values with this unit roundoff; None where it is full, or of a vector."""
     rows, columns = change.shape
     size = min(_SKETCH, rows, columns)
@@ -64,6 +64,11 @@ def rank_of(change: torch.Tensor, values: torch.Tensor, unit: float) -> int | No
     stream = torch.Generator().manual_seed(0)
     sketch = torch.linalg.qr(change @ torch.randn(columns, size, generator=stream, dtype=torch.float64)).Q
     singular_values = torch.linalg.svdvals(sketch.T @ change)
-    noise = unit * float(values.square().mean().sqrt()) / math.sqrt(3) * (math.sqrt(rows) + math.sqrt(columns))
-    rank = int((singular_values > 2 * noise).sum())
+    rank = int((singular_values > 2 * noise_norm(values, unit)).sum())
     return None if rank >= 0.8 * size else rank
+
+
+def noise_norm(values: torch.Tensor, unit: float) -> float:
+    """Return the largest singular value that rounding a matrix of these values leaves, about."""
+    rows, columns = values.shape
+    return unit * float(values.square().mean().sqrt()) / math.sqrt(3) * (math.sqrt(rows) + math.sqrt(columns))

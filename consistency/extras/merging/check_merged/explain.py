@@ -16,7 +16,7 @@ from consistency.extras.merging.check_merged.adapter import LowRankTarget
 from consistency.extras.merging.check_merged.causes import MergeCause
 from consistency.extras.merging.check_merged.layouts import named_orders
 from consistency.extras.merging.check_merged.levels import base_levels, levels_after
-from consistency.extras.merging.check_merged.orders import judge
+from consistency.extras.merging.check_merged.orders import judge, part_beyond_all
 from consistency.extras.merging.check_merged.question import FEW, Candidate, MergeQuestion, is_fit, is_near
 from consistency.extras.merging.check_merged.rest import name_rest
 from consistency.extras.merging.check_merged.rows import by_expert, by_rows
@@ -27,7 +27,13 @@ _MOST_APART = 0.1
 _MOST_IN_VAIN = 4
 """Unexplained tensors after which all others are held against the mistakes that were found before, and no more."""
 
-_NOT_A_RANK = 0.25
+_MOST_MEASURED = 8
+"""Unexplained tensors that are measured: a report has lines for fewer."""
+
+_MOST_BEYOND = 1e-3
+"""Part of the elements that may be beyond all roundings of a scaling that is only fitted."""
+
+_NOT_A_RANK = 0.45
 """Distance from 0 and 1 at which the factor of a rank tells neither that it was merged nor that it was left out."""
 
 Explanations = dict[MergeCause, str]
@@ -39,23 +45,32 @@ class Explainer:
 
     def __init__(self) -> None:
         self._found: list[Strategy] = []
-        self._in_vain = 0
+        self._in_vain = self._unexplained = 0
 
     def explain(self, question: MergeQuestion) -> Explanations:
         """Return the mistakes that explain a tensor with a low-rank delta, each with a text about it."""
-        strategies = [*self._found, *(one for one in _STRATEGIES if one not in self._found)]
+        strategies = [*self._found, *(one for one in _STRATEGIES if one not in self._found), name_rest]
         if self.is_in_vain:
-            strategies = list(dict.fromkeys((_not_merged, _scalings, *self._found)))
+            strategies = list(dict.fromkeys((_not_merged, _scalings, *self._found, name_rest)))
         for strategy in strategies:
             if explanations := strategy(question):
-                self._found = [strategy, *(one for one in self._found if one is not strategy)]
+                if strategy is name_rest:
+                    self._in_vain += 1
+                else:
+                    self._found = [strategy, *(one for one in self._found if one is not strategy)]
                 return explanations
         self._in_vain += 1
+        self._unexplained += 1
         return {}
 
     @property
+    def measures(self) -> bool:
+        """Return whether tensors without an explanation are still measured, which takes time."""
+        return self._unexplained <= _MOST_MEASURED
+
+    @property
     def is_in_vain(self) -> bool:
-        """Return whether enough tensors were looked at in vain."""
+        """Return whether enough tensors were looked at for mistakes in vain."""
         return self._in_vain >= _MOST_IN_VAIN
 
 
@@ -101,8 +116,10 @@ def _is_within_fitted(question: MergeQuestion, fitted: float) -> bool:
     for matrix, low_rank_sum in question.sums(question.target.left, question.target.right, fitted):
         rows = low_rank_sum.sample
         part = low_rank_sum.part(rows)
-        order = question.writer.recent(matrix, part)
-        if judge(matrix[rows].contiguous(), part, order, patient=True).share >= _MOST_APART:
+        actual, order = matrix[rows].contiguous(), question.writer.recent(matrix, part)
+        if judge(actual, part, order, patient=True).share >= _MOST_APART:
+            return False
+        if part_beyond_all(actual, part) > _MOST_BEYOND:
             return False
     return True
 
@@ -192,14 +209,14 @@ def _some_ranks(question: MergeQuestion) -> Explanations:
     if target.shape[0] != 1 or rank < 2:
         return {}
     factors = question.fit_ranks()
-    is_merged = factors.abs() > _NOT_A_RANK
+    is_merged = factors.abs() > 0.5
     count = int(is_merged.sum())
     if not 0 < count < rank:
         return {}
     factor = float(factors[is_merged].mean())
     left, right = target.left[:, :, is_merged], target.right[:, is_merged]
     for text, times in (("", 1.0), (f", scaled by lora_alpha / {count}", rank / count)):
-        is_likely = bool(((factors[is_merged] - times).abs() < _NOT_A_RANK).all()) and is_near(factor, times)
+        is_likely = abs(factor - times) < _NOT_A_RANK
         if is_likely and question.holds(left, right, times * target.scaling):
             return {MergeCause.SOME_RANKS: f"{_numbers(is_merged)} of {rank}{text}"}
     return {}
@@ -236,6 +253,5 @@ _STRATEGIES: tuple[Strategy, ...] = (
     _parts,
     base_levels,
     levels_after,
-    name_rest,
 )
-"""What may explain a tensor, the simplest first."""
+"""What may explain a tensor, the simplest first; a rest that has no name but its rank comes after all."""

@@ -205,9 +205,8 @@ class TensorJudge:
             # As many indices as the tensor has dimensions: the matrix of a vector is a column.
             index = {1: (row,), 2: (row, column)}.get(actual.dim(), (number, row, column))
             state.worst = (index, values[0], values[1], values[2])
-        is_measured = not self._explainer.is_in_vain
         state.causes = self._explainer.explain(question)
-        if not state.causes and is_measured:
+        if not state.causes and self._explainer.measures:
             state.reason = measured(question)
 
     def _judge_untouched(self, state: TensorState, actual: torch.Tensor, before: torch.Tensor) -> None:

@@ -32,6 +32,9 @@ _FORMATS = {
 _MOST_OFF = 0.02
 """Relative distance of a block's scale from its largest value: scales may be quantized themselves."""
 
+_LEAST_TELLING = 0.1
+"""Part of the elements that rounding to levels moves by more than the dtype's own rounding, at least."""
+
 _LEAST_VALUES = 256
 """Values of a tensor from which levels can be told."""
 
@@ -89,22 +92,34 @@ def _is_rounded(
         exact, held = values, actual.double() - delta
     exact, held = exact.reshape(-1, size), held.reshape(-1, size)
     largest = exact.abs().amax(dim=1, keepdim=True).clamp(min=1e-300)
-    middles = (table[1:] + table[:-1]) / 2
     if is_after:
         # the largest value that is held is a level itself
         scale = held.abs().amax(dim=1, keepdim=True).clamp(min=1e-300)
-        number = torch.bucketize(held / scale, middles)
+        number = _nearest(held / scale, table)
         # the sum was rounded to the folder's dtype before, so that near a middle both its neighbours are right
-        slack = 3 * unit * (exact / largest).abs()
-        lowest, highest = (torch.bucketize(exact / largest + shift, middles) for shift in (-slack, slack))
+        values = exact / largest
+        slack = 6 * unit * values.abs()
+        lowest, highest = _nearest(values - slack, table), _nearest(values + slack, table)
         if not bool(((number >= lowest) & (number <= highest)).all()):
             return False
         allowed = 3 * unit * held.abs()
     else:
-        number = torch.bucketize(exact / largest, middles)
+        number = _nearest(exact / largest, table)
         squares = table[number].square().sum(dim=1, keepdim=True).clamp(min=1e-300)
         scale = (held * table[number]).sum(dim=1, keepdim=True) / squares
         sizes = (actual.double().abs() + delta.abs()).reshape(-1, size) + (table[number] * scale).abs()
-        allowed = 3 * unit * sizes.amax(dim=1, keepdim=True)
-    is_scaled = bool(((scale / largest - 1).abs() <= _MOST_OFF).all())
-    return is_scaled and bool(((held - table[number] * scale).abs() <= allowed).all())
+        allowed = 3 * unit * sizes
+    if not bool(((scale / largest - 1).abs() <= _MOST_OFF).all()):
+        return False
+    rounded = table[number] * scale
+    # levels that are no farther apart than the dtype's own numbers tell nothing
+    is_telling = float(((exact - rounded).abs() > allowed).double().mean()) >= _LEAST_TELLING
+    return is_telling and bool(((held - rounded).abs() <= allowed).all())
+
+
+def _nearest(values: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """Return the index of the nearest level of each value."""
+    step = float(table[1] - table[0])
+    if bool(torch.allclose(table.diff(), table.new_tensor(step))):
+        return ((values - table[0]) / step).round_().clamp_(0, len(table) - 1).long()
+    return torch.bucketize(values, (table[1:] + table[:-1]) / 2)

@@ -48,6 +48,9 @@ _DEVIATIONS = 6.0
 _GIVE_UP = 1 / 64
 """Part of outside elements at which an order is left for the next one: no tensor with few faults has as many."""
 
+_MANY = 1 / 16
+"""Part of outside elements of which a few rows tell how many they are in all."""
+
 _TRIED = (8, 64)
 """Rows of a matrix, evenly taken, on which an order is tried before more of them are read."""
 
@@ -332,6 +335,7 @@ class MergeWriter:
     def __init__(self) -> None:
         # by whether the delta was merged a second time, which makes other orders
         self._last: dict[bool, Order] = {}
+        self._nearest: dict[bool, Order] = {}
 
     def recent(self, actual: torch.Tensor, of: LowRankSum) -> Order:
         """Return the order that fitted last, or the plainest one."""
@@ -345,13 +349,10 @@ class MergeWriter:
         Where no order can explain the tensor, the number of outside elements is that of some rows.
         """
         best, rows = self._search(actual, of, is_twice=False)
-        if not best.outside or rows.is_whole:
+        if not best.outside or rows.is_whole or best.share > _MANY:
             return best
-        found = judge(actual, of, best.order)
-        if found.share <= _GIVE_UP:
-            return found
         estimate = rows.judge(best.order)
-        return estimate if estimate.outside else found
+        return estimate if estimate.share > _GIVE_UP else judge(actual, of, best.order)
 
     def explains(self, actual: torch.Tensor, of: LowRankSum, *, is_twice: bool = False) -> bool:
         """Report whether some order explains every element of a tensor.
@@ -370,11 +371,13 @@ class MergeWriter:
         """Return what the best order leaves outside, and the rows that orders were tried on last.
 
         An order is tried on a few rows, then on more, and one that explains these on all: an element that it leaves
-        outside of any of them is enough to refuse it.
+        outside of any of them is enough to refuse it, and one that is beyond all orders to refuse all. Then the order
+        that was nearest to other tensors is as good as any.
         """
         tried = self._orders_to_try(actual, of, is_twice=is_twice)
         whole = replace(of, scaling=2 * of.scaling) if is_twice else of
         samples = _Rows.growing(actual, of)
+        more = samples[-2] if len(samples) > 1 else samples[-1]
         best: OutsideElements | None = None
         for order in tried:
             is_new_tf32 = order.tf32 and order is not self._last.get(is_twice)
@@ -389,12 +392,22 @@ class MergeWriter:
             if best is None or found.share < best.share:
                 best = found
             if not found.outside:
-                self._last[is_twice] = order
+                self._last[is_twice] = self._nearest[is_twice] = order
                 return found, samples[-1]
-            if order is tried[0] and found.share > _GIVE_UP and _hopeless(actual, whole):
-                break
+            if order is tried[0] and found.share > 0 and self._is_beyond_all(samples, is_twice=is_twice):
+                nearest = self._nearest.get(is_twice)
+                return (samples[0].judge(nearest) if nearest in tried else found), more
         assert best is not None
-        return best, samples[-2] if len(samples) > 1 else samples[-1]
+        self._nearest[is_twice] = best.order
+        return best, more
+
+    def _is_beyond_all(self, samples: list[_Rows], *, is_twice: bool) -> bool:
+        """Return whether some element is beyond all orders; many of them, where no order is known to be near."""
+        beyond = 0.0
+        for rows in samples[:2]:
+            if rows is samples[0] or rows.actual.numel() <= _BLOCK:
+                beyond = max(beyond, part_beyond_all(rows.actual, rows.of_rows, is_twice=is_twice))
+        return beyond > _GIVE_UP or (beyond > 0 and is_twice in self._nearest)
 
     def _orders_to_try(self, actual: torch.Tensor, of: LowRankSum, *, is_twice: bool) -> list[Order]:
         """Return the orders that a writer may have taken, the one that fitted last first."""
@@ -442,7 +455,8 @@ class _Rows:
 
 def _is_cast(actual: torch.Tensor, base: torch.Tensor) -> bool:
     """Report whether a tensor is the base, cast to its dtype by way of a half type or not."""
-    return bool(rows_of_base(actual, base).all())
+    few = slice(None, None, max(1, len(actual) // _TRIED[0]))
+    return bool(rows_of_base(actual[few], base[few]).all()) and bool(rows_of_base(actual, base).all())
 
 
 def rows_of_base(actual: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
@@ -455,22 +469,39 @@ def rows_of_base(actual: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
 
 
 def _equal_rows(actual: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    # what is not finite is judged apart, and equals anything here
-    return ((actual == expected) | ~actual.isfinite()).all(dim=1)
+    equal = actual == expected
+    rows = equal.all(dim=1)
+    if not bool(rows.all()) and not bool(actual.sum().isfinite()):
+        # what is not finite is judged apart, and equals anything here
+        rows = (equal | ~actual.isfinite()).all(dim=1)
+    return rows
 
 
-def _hopeless(actual: torch.Tensor, of: LowRankSum) -> bool:
-    r"""Report whether no order can explain a tensor: many sampled elements are outside the sum of all roundings.
+def part_beyond_all(actual: torch.Tensor, of: LowRankSum, *, is_twice: bool = False) -> float:
+    r"""Return the part of the elements that no order of roundings explains.
 
-    Each of at most six roundings, of W, A, B, B·A, the delta and the sum, and the last one, is a unit roundoff of
-    :math:`|W| + |s| \lVert B_i \rVert \lVert A_j \rVert`, TF32 products two of float16's.
+    Each rounds the weight before by a unit roundoff where its dtype is another than that of the sum, and each sum; of
+    A, B, s·B, B·A and the delta by one each of :math:`|s| \lVert B_i \rVert \lVert A_j \rVert`, and products in TF32
+    by two units of its 11 bits.
     """
-    rows = of.sample
-    delta, base = of.delta(rows), of.base[rows].double()
-    unit = max(UNIT_ROUNDOFF.get(one, 1.0) for one in (actual.dtype, of.base.dtype, of.left.dtype, torch.float16))
-    size = of.left[rows].double().norm(dim=1, keepdim=True) * of.right.double().norm(dim=0) * abs(of.scaling)
-    far = ~((actual[rows].double() - base - delta).abs() <= 8 * unit * (base.abs() + size))
-    return float(far.double().mean()) > _GIVE_UP
+    base, delta = of.base.double(), of.delta(slice(None))
+    once = base + delta
+    sums = once.abs()
+    exact = once
+    if is_twice:
+        exact = once + delta
+        sums = sums + exact.abs()
+    halves = [dtype for dtype in (actual.dtype, of.base.dtype, of.left.dtype) if dtype in HALF_TYPES]
+    unit = max(UNIT_ROUNDOFF.get(dtype, 1.0) for dtype in (actual.dtype, *halves))
+    norms = of.left.double().norm(dim=1, keepdim=True) * of.right.double().norm(dim=0) * abs(of.scaling)
+    is_cast = any(half != of.base.dtype for half in halves)
+    off_base = base.abs() if is_cast else 0.0
+    # the last rounding is to the folder's dtype, after one to another half type or to float32
+    of_sums = unit * sums * 1.01 + UNIT_ROUNDOFF.get(actual.dtype, 1.0) * exact.abs() * (1.01 if is_cast else 0.0)
+    allowed = of_sums + unit * off_base + (8 * unit + 2**-9) * norms * (2 if is_twice else 1)
+    smallest = max(HALF_SMALLEST_SUBNORMAL.get(dtype, 0.0) for dtype in (actual.dtype, *halves))
+    is_beyond = ~((actual.double() - exact).abs() <= allowed + 8 * smallest) & actual.isfinite()
+    return float(is_beyond.double().mean())
 
 
 def _least_in_tf32(actual: torch.Tensor, of: LowRankSum) -> float:

@@ -29,6 +29,10 @@ _FITS = 0.9
 """Part of the difference, root mean square, that a fit may leave over for its mistake to be computed."""
 
 
+_MOST_OF_RANKS = 1 << 22
+"""Elements of the products of single ranks that are fitted to the difference."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heads:
     """The heads of attention that a config states: of queries, of keys and values, and the rows of each."""
@@ -162,10 +166,14 @@ class MergeQuestion:
     def fit_ranks(self) -> torch.Tensor:
         """Return the factor of the product of each rank, with which their sum fits the difference best: `(rank,)`."""
         left, right = self.target.left[0].double(), self.target.right[0].double()
-        rows = slice(None, None, max(1, left.shape[0] // SAMPLE))
-        change = self.actual[0, rows].double() - self.base[0, rows].double()
-        gram = (left[rows].T @ left[rows]) * (right @ right.T)
-        along = ((left[rows].T @ change) * right).sum(dim=1)
+        rank, columns = right.shape
+        most_rows = max(SAMPLE // 4, _MOST_OF_RANKS // (rank * columns))
+        rows = slice(None, None, max(1, -(-len(left) // most_rows)))
+        before = self.base[0, rows].double()
+        size = (before.square() + _LEAST_SIZE * before.square().mean()).sqrt_().clamp_(min=1e-300)
+        change = ((self.actual[0, rows].double() - before) / size).reshape(-1)
+        products = (left[rows].T[:, :, None] * right[:, None, :]).div_(size).reshape(rank, -1)
+        gram, along = products @ products.T, products @ change
         if not bool(along.isfinite().all() and gram.isfinite().all()):
             return torch.zeros_like(along)
         return torch.linalg.lstsq(gram, along[:, None], driver="gelsd").solution[:, 0]

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 import torch
 
 from consistency.extras.merging.check_merged.causes import MergeCause
-from consistency.extras.merging.check_merged.difference import rank_of
+from consistency.extras.merging.check_merged.difference import noise_norm
 from consistency.extras.merging.check_merged.orders import blocks
 from consistency.extras.merging.check_merged.question import MergeQuestion
 from consistency.numerics.dtype import UNIT_ROUNDOFF
 
-_MOST_ROWS = 512
+_MOST_ROWS = 192
 """Rows, evenly taken, of which a rank is computed."""
 
 _ROUNDINGS = 3.0
@@ -35,6 +35,12 @@ _DEVIATIONS = 6.0
 
 _MOST_OF_A_CHECKPOINT = 0.6
 """Part of the change that another checkpoint of an adapter leaves over, at most, beside that adapter."""
+
+_SAME_SCALE = 1e-3
+"""Relative distance of a fitted scaling from the adapter's, below which it is that."""
+
+_SKETCHES = (32, 160)
+"""Singular values that are computed: ranks up to 128, most of them far below."""
 
 _LEAST_SPREAD = 1 / 16
 """Part of the rows, and of the columns, over which each rank of an adapter is spread, at least."""
@@ -55,14 +61,20 @@ def name_rest(question: MergeQuestion) -> dict[MergeCause, str]:
     sizes = actual.double().abs() + before.abs() + delta.abs()
     if not bool(change.isfinite().all()):
         return {}
-    fitted, _ = question.fit(target.left, target.right)
+    allowed = _allowed(sizes, actual.dtype)
     if target.scaling and _is_directed(change - delta, delta):
-        off_fitted = (change - fitted / target.scaling * delta).abs()
-        if bool((off_fitted <= _allowed(sizes, actual.dtype)).all()):
+        fitted, _ = question.fit(target.left, target.right)
+        times = fitted / target.scaling
+        if abs(times - 1) > _SAME_SCALE and bool(((change - times * delta).abs() <= allowed).all()):
             return {MergeCause.WRONG_SCALE: f"{fitted:.4g}, fitted, instead of {target.scaling:g}"}
+    if bool(((change - delta).abs() <= allowed).all()):
+        return {}
     with torch.random.fork_rng(devices=[]):  # the truncated SVD draws
         torch.manual_seed(0)
-        whole, beside = (_low_rank(one, sizes, actual.dtype) for one in (change, change - delta))
+        whole = _low_rank(change, sizes, actual.dtype)
+        if whole and whole <= target.left.shape[2]:
+            return {MergeCause.OTHER_ADAPTER: _in_its_place(question, whole)}
+        beside = _low_rank(change - delta, sizes, actual.dtype)
     if whole and (not beside or whole <= beside):
         return {MergeCause.OTHER_ADAPTER: _in_its_place(question, whole)}
     return {MergeCause.FURTHER_ADAPTER: f"of rank {beside}"} if beside else {}
@@ -78,10 +90,17 @@ def _low_rank(change: torch.Tensor, sizes: torch.Tensor, dtype: torch.dtype) -> 
 
     A wrong element or row is a matrix of rank 1 too: those of an adapter are spread over rows and columns.
     """
-    rank = rank_of(change, sizes, UNIT_ROUNDOFF.get(dtype, 0.0))
+    unit = UNIT_ROUNDOFF.get(dtype, 0.0)
+    smaller = min(change.shape)
+    for size in _SKETCHES:
+        left, values, right = torch.svd_lowrank(change, q=min(size, smaller), niter=1)
+        rank = int((values > 2 * noise_norm(sizes / 2, unit)).sum())
+        if rank < 0.8 * min(size, smaller):
+            break
+    else:
+        return None
     if not rank:
         return None
-    left, values, right = torch.svd_lowrank(change, q=min(rank + 8, *change.shape), niter=2)
     left, right = left[:, :rank], right[:, :rank]
     of_rank = (left * values[:rank]) @ right.T
     for vectors in (left, right):

@@ -10,7 +10,7 @@ import torch
 from consistency.capture.wording import and_more
 from consistency.extras.merging.check_merged.causes import MergeCause
 from consistency.extras.merging.check_merged.layouts import parts_of
-from consistency.extras.merging.check_merged.orders import LowRankSum, rows_of_base
+from consistency.extras.merging.check_merged.orders import LowRankSum, judge, rows_of_base
 from consistency.extras.merging.check_merged.question import SAMPLE, MergeQuestion
 
 _MOST_RUNS = 6
@@ -24,6 +24,9 @@ _NEAREST = 0.5
 
 _LEAST_CLEAR = 0.9
 """Part of the sampled rows that have to be near a row of the delta."""
+
+_MOST_LOST = 256
+"""Rows of the base that are looked at for whether rounding took their delta."""
 
 _BLOCK = 1 << 22
 """Pairs of rows that are compared at once."""
@@ -65,13 +68,12 @@ def by_rows(question: MergeQuestion) -> dict[MergeCause, str]:
 def _without_lost(question: MergeQuestion, whole: LowRankSum, states: torch.Tensor) -> torch.Tensor:
     """Return the states with those rows as right that hold the base since rounding takes their whole delta."""
     alone = (states == _BASE_ALONE).nonzero().reshape(-1)
-    delta = (whole.left[alone].double() @ whole.right.double()).mul_(whole.scaling).abs().amax(dim=1)
-    size = whole.base[alone].double().abs().amax(dim=1)
-    small = alone[delta <= size * torch.finfo(question.actual.dtype).eps]
-    for row in small[:SAMPLE].tolist():
-        rows = torch.tensor([row])
-        if question.writer.explains(question.actual[0][rows], whole.part(rows)):
-            states[row] = _RIGHT
+    if len(_runs(states)) <= _MOST_RUNS or len(alone) > _MOST_LOST:
+        return states
+    part = whole.part(alone)
+    order = question.writer.recent(question.actual[0], part)
+    is_right = judge(question.actual[0][alone], part, order, patient=True).rows == 0
+    states[alone[is_right]] = _RIGHT
     return states
 
 
