@@ -16,7 +16,7 @@ from consistency.extras.merging.check_merged.adapter import (
     Replaced,
     Target,
 )
-from consistency.extras.merging.check_merged.by_method import judge_by_method
+from consistency.extras.merging.check_merged.by_method import judge_by_method, other_scaling
 from consistency.extras.merging.check_merged.causes import MergeCause
 from consistency.extras.merging.check_merged.difference import difference
 from consistency.extras.merging.check_merged.explain import Explainer
@@ -42,6 +42,9 @@ from consistency.numerics.typed import HALF_TYPES
 
 _MOST_QUANTIZED = 1 << 27
 """Elements of the largest quantized tensor that is judged, which takes some arrays of it in float64."""
+
+_MOST_TRIES = 4
+"""Tensors of other methods than LoRA whose scaling is looked for in vain."""
 
 _LEAST_LEFT = 0.5
 """Part of a delta that has to be left after quantizing; less is a problem of the folder."""
@@ -72,6 +75,7 @@ class TensorJudge:
         self.half_types: dict[str, str] = {}
         self._writer, self._counting = MergeWriter(), threading.Lock()
         self._explainer, self._heads = Explainer(), Heads.of(before.config)
+        self._tries_scalings = _MOST_TRIES
 
     def judge(self, name: str, base: Stored, merged: Stored, target: Target | None) -> TensorState:
         """Return the state of a tensor that base and folder have; `target` is the adapter's part, if any."""
@@ -161,6 +165,9 @@ class TensorJudge:
             if question.holds(target.plain.left, target.plain.right, target.plain.scaling):
                 cause = MergeCause.MAGNITUDE if isinstance(target, ByForm) else MergeCause.RESIDUAL_BASE
                 state.causes = {cause: ""}
+        if not state.causes and self._tries_scalings > 0:
+            state.causes = other_scaling(actual, before, target)
+            self._tries_scalings -= not state.causes
 
     def _question(self, actual: torch.Tensor, before: torch.Tensor, target: LowRankTarget) -> MergeQuestion:
         others = self.low_rank_targets

@@ -38,7 +38,7 @@ _LEAST_TELLING = 0.1
 _LEAST_VALUES = 256
 """Values of a tensor from which levels can be told."""
 
-_ROWS = 512
+_ROWS = 128
 """Blocks of 64 values that are looked at in one go."""
 
 

@@ -396,10 +396,18 @@ class MergeWriter:
                 return found, samples[-1]
             if order is tried[0] and found.share > 0 and self._is_beyond_all(samples, is_twice=is_twice):
                 nearest = self._nearest.get(is_twice)
-                return (samples[0].judge(nearest) if nearest in tried else found), more
+                return self._outside(samples, nearest if nearest in tried else order), more
         assert best is not None
         self._nearest[is_twice] = best.order
         return best, more
+
+    def _outside(self, samples: list[_Rows], order: Order) -> OutsideElements:
+        """Return the elements outside of an order in the first rows that have any."""
+        for rows in samples:
+            found = rows.judge(order)
+            if found.outside:
+                return found
+        raise AssertionError("an element that is beyond all orders is outside of each")
 
     def _is_beyond_all(self, samples: list[_Rows], *, is_twice: bool) -> bool:
         """Return whether some element is beyond all orders; many of them, where no order is known to be near."""

@@ -164,8 +164,8 @@ class MergeQuestion:
         return factor, math.sqrt(left_over / whole) if whole else 1.0
 
     def fit_ranks(self) -> torch.Tensor:
-        """Return the factor of the product of each rank, with which their sum fits the difference best: `(rank,)`."""
-        left, right = self.target.left[0].double(), self.target.right[0].double()
+        """Return the factor of the delta of each rank, with which their sum fits the difference best: `(rank,)`."""
+        left, right = self.target.left[0].double() * self.target.scaling, self.target.right[0].double()
         rank, columns = right.shape
         most_rows = max(SAMPLE // 4, _MOST_OF_RANKS // (rank * columns))
         rows = slice(None, None, max(1, -(-len(left) // most_rows)))

@@ -15,16 +15,16 @@ import torch
 from consistency.extras.merging.check_merged.causes import MergeCause
 from consistency.extras.merging.check_merged.difference import noise_norm
 from consistency.extras.merging.check_merged.orders import blocks
-from consistency.extras.merging.check_merged.question import MergeQuestion
+from consistency.extras.merging.check_merged.question import FEW, MergeQuestion
 from consistency.numerics.dtype import UNIT_ROUNDOFF
 
-_MOST_ROWS = 192
+_MOST_ROWS = 128
 """Rows, evenly taken, of which a rank is computed."""
 
 _ROUNDINGS = 3.0
 """Unit roundoffs by which an element may be off a matrix of low rank: of both sums, and of the matrix itself."""
 
-_MOST_UNITS = 16
+_MOST_UNITS = 8
 """Units in the last place up to which an element is said to be off by roundings."""
 
 _LEAST_OFF = 0.01
@@ -36,11 +36,14 @@ _DEVIATIONS = 6.0
 _MOST_OF_A_CHECKPOINT = 0.6
 """Part of the change that another checkpoint of an adapter leaves over, at most, beside that adapter."""
 
-_SAME_SCALE = 1e-3
+_SAME_SCALE = 1e-4
 """Relative distance of a fitted scaling from the adapter's, below which it is that."""
 
-_SKETCHES = (32, 160)
-"""Singular values that are computed: ranks up to 128, most of them far below."""
+_SKETCHES = (24, 128)
+"""Singular values that are computed: ranks up to 100, most of them far below."""
+
+_MOST_RANK = 0.3
+"""Rank over the rows or columns, whichever are fewer, up to which a change is said to be of low rank."""
 
 _LEAST_SPREAD = 1 / 16
 """Part of the rows, and of the columns, over which each rank of an adapter is spread, at least."""
@@ -66,7 +69,7 @@ def name_rest(question: MergeQuestion) -> dict[MergeCause, str]:
         fitted, _ = question.fit(target.left, target.right)
         times = fitted / target.scaling
         if abs(times - 1) > _SAME_SCALE and bool(((change - times * delta).abs() <= allowed).all()):
-            return {MergeCause.WRONG_SCALE: f"{fitted:.4g}, fitted, instead of {target.scaling:g}"}
+            return {MergeCause.WRONG_SCALE: f"{fitted:.6g}, fitted, instead of {target.scaling:g}"}
     if bool(((change - delta).abs() <= allowed).all()):
         return {}
     with torch.random.fork_rng(devices=[]):  # the truncated SVD draws
@@ -88,26 +91,35 @@ def _allowed(sizes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def _low_rank(change: torch.Tensor, sizes: torch.Tensor, dtype: torch.dtype) -> int | None:
     """Return the rank of a change that is a product of few ranks and roundings; None of another one.
 
-    A wrong element or row is a matrix of rank 1 too: those of an adapter are spread over rows and columns.
+    A wrong element or row is a matrix of rank 1 too. An adapter's ranks are spread over rows and columns: none of them
+    is gone without the rows in which one element is largest beside the others.
     """
-    unit = UNIT_ROUNDOFF.get(dtype, 0.0)
-    smaller = min(change.shape)
-    for size in _SKETCHES:
-        left, values, right = torch.svd_lowrank(change, q=min(size, smaller), niter=1)
-        rank = int((values > 2 * noise_norm(sizes / 2, unit)).sum())
-        if rank < 0.8 * min(size, smaller):
-            break
-    else:
+    noise = noise_norm(sizes / 2, UNIT_ROUNDOFF.get(dtype, 0.0))
+    left, values, right = _ranks(change, noise)
+    rank = len(values)
+    if not 0 < rank <= _MOST_RANK * min(change.shape):
         return None
-    if not rank:
+    of_rank = (left * values) @ right.T
+    if not bool(((change - of_rank).abs() <= _allowed(sizes + of_rank.abs(), dtype)).all()):
         return None
-    left, right = left[:, :rank], right[:, :rank]
-    of_rank = (left * values[:rank]) @ right.T
     for vectors in (left, right):
         spread = 1 / vectors.pow(4).sum(dim=0).clamp(min=1e-300)
         if float(spread.min()) < max(2.0, _LEAST_SPREAD * len(vectors)):
             return None
-    return rank if bool(((change - of_rank).abs() <= _allowed(sizes + of_rank.abs(), dtype)).all()) else None
+    peak = change.abs().amax(dim=1) / change.norm(dim=1).clamp(min=1e-300)
+    flat = peak.argsort()[: -max(1, int(_LEAST_SPREAD * len(peak)))]
+    return rank if len(_ranks(change[flat], noise)[1]) == rank else None
+
+
+def _ranks(change: torch.Tensor, noise: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the singular vectors and values of a matrix above a noise; all of a sketch where they are many."""
+    smaller = min(change.shape)
+    for size in _SKETCHES:
+        left, values, right = torch.svd_lowrank(change, q=min(size, smaller), niter=1)
+        rank = int((values > 2 * noise).sum())
+        if rank < 0.8 * min(size, smaller):
+            break
+    return left[:, :rank], values[:rank], right[:, :rank]
 
 
 def _is_directed(error: torch.Tensor, delta: torch.Tensor) -> bool:
@@ -153,7 +165,8 @@ class Roundings:
         unit = UNIT_ROUNDOFF.get(dtype, 0.0)
         off, count, most, along, square, error_square = 0, 0, 0.0, 0.0, 0.0, 0.0
         for matrix, low_rank_sum in question.sums(target.left, target.right, target.scaling):
-            for rows in blocks(*low_rank_sum.shape):
+            few = slice(None, None, max(1, len(matrix) // FEW))
+            for rows in (few, *blocks(*low_rank_sum.shape)):
                 base, delta = low_rank_sum.base[rows].double(), low_rank_sum.delta(rows)
                 exact = base + delta
                 # an element may be small where a base and a delta were rounded that were not
@@ -161,9 +174,11 @@ class Roundings:
                 last_place = torch.exp2(torch.floor(torch.log2(size))) * (2 * unit)
                 error = matrix[rows].double() - exact.to(dtype).double()
                 units = error.abs() / last_place
-                most = max(most, float(units.max()))
                 if not float(units.max()) <= _MOST_UNITS:
                     return None
+                if rows is few:
+                    continue
+                most = max(most, float(units.max()))
                 off, count = off + int((units > 0.25).sum()), count + units.numel()
                 along, square = along + float((error * delta).sum()), square + float(delta.square().sum())
                 error_square += float(error.square().sum())
