@@ -96,7 +96,6 @@ class LowRankTarget:
             f"lora_alpha ({alpha:g})": alpha,
             f"lora_alpha / r ({alpha / r:g})": alpha / r,
             f"lora_alpha / sqrt(r) ({alpha / math.sqrt(r):g})": alpha / math.sqrt(r),
-            f"8 / r, as PEFT without lora_alpha ({8 / r:g})": 8 / r,
         }
 
 

@@ -27,6 +27,9 @@ _MOST_APART = 0.1
 _MOST_IN_VAIN = 4
 """Unexplained tensors after which all others are held against the mistakes that were found before, and no more."""
 
+_ALPHA_OF_PEFT = 8.0
+"""The value that PEFT takes for a `lora_alpha` that is absent."""
+
 _MOST_MEASURED = 8
 """Unexplained tensors that are measured: a report has lines for fewer."""
 
@@ -131,6 +134,9 @@ def _named_scalings(question: MergeQuestion) -> dict[float, list[str]]:
     named += [(f"that of another module ({other:g})", other) for other in question.others]
     named += [(f"1/{n} of it, as a rank's share", target.scaling / n) for n in (2, 4, 8)]
     named.append(("its negative", -target.scaling))
+    if target.alpha != _ALPHA_OF_PEFT:
+        scaling = _ALPHA_OF_PEFT / max(1, target.rank)
+        named.append((f"{_ALPHA_OF_PEFT:g} / r, as PEFT has it without lora_alpha ({scaling:g})", scaling))
     texts: dict[float, list[str]] = {}
     for text, scaling in named:
         texts.setdefault(scaling, []).append(text)

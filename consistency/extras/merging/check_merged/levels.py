@@ -32,8 +32,11 @@ _FORMATS = {
 _MOST_OFF = 0.02
 """Relative distance of a block's scale from its largest value: scales may be quantized themselves."""
 
-_LEAST_TELLING = 0.1
+_LEAST_TELLING = 0.01
 """Part of the elements that rounding to levels moves by more than the dtype's own rounding, at least."""
+
+_TIE = 1e-6
+"""Distance from the middle of two levels, over the largest value of a block, at which either is the nearest."""
 
 _LEAST_VALUES = 256
 """Values of a tensor from which levels can be told."""
@@ -104,9 +107,12 @@ def _is_rounded(
             return False
         allowed = 3 * unit * held.abs()
     else:
-        number = _nearest(exact / largest, table)
-        squares = table[number].square().sum(dim=1, keepdim=True).clamp(min=1e-300)
-        scale = (held * table[number]).sum(dim=1, keepdim=True) / squares
+        # half way between two levels, where quantizers differ, the one that fits is taken
+        low, high = (_nearest(exact / largest + shift, table) for shift in (-_TIE, _TIE))
+        sure = torch.where(low == high, table[low], 0.0)
+        scale = (held * sure).sum(dim=1, keepdim=True) / sure.square().sum(dim=1, keepdim=True).clamp(min=1e-300)
+        is_low = (held - table[low] * scale).abs() <= (held - table[high] * scale).abs()
+        number = torch.where(is_low, low, high)
         sizes = (actual.double().abs() + delta.abs()).reshape(-1, size) + (table[number] * scale).abs()
         allowed = 3 * unit * sizes
     if not bool(((scale / largest - 1).abs() <= _MOST_OFF).all()):

@@ -39,6 +39,9 @@ _MOST_OF_A_CHECKPOINT = 0.6
 _SAME_SCALE = 1e-4
 """Relative distance of a fitted scaling from the adapter's, below which it is that."""
 
+_LEAST_BETTER = 0.7
+"""What a fitted scaling leaves over, over what the adapter's own does, at most: less is made by chance."""
+
 _SKETCHES = (24, 128)
 """Singular values that are computed: ranks up to 100, most of them far below."""
 
@@ -68,7 +71,9 @@ def name_rest(question: MergeQuestion) -> dict[MergeCause, str]:
     if target.scaling and _is_directed(change - delta, delta):
         fitted, _ = question.fit(target.left, target.right)
         times = fitted / target.scaling
-        if abs(times - 1) > _SAME_SCALE and bool(((change - times * delta).abs() <= allowed).all()):
+        off_fitted, off = change - times * delta, change - delta
+        is_better = abs(times - 1) > _SAME_SCALE and float(off_fitted.norm()) < _LEAST_BETTER * float(off.norm())
+        if is_better and bool((off_fitted.abs() <= allowed).all()):
             return {MergeCause.WRONG_SCALE: f"{fitted:.6g}, fitted, instead of {target.scaling:g}"}
     if bool(((change - delta).abs() <= allowed).all()):
         return {}

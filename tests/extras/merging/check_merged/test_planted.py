@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from peft import AdaLoraConfig, LoHaConfig, LoKrConfig, PeftModel, get_peft_model
+from peft import LoHaConfig, LoKrConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from consistency.extras.merging.check_merged.causes import MergeCause
 from consistency.extras.merging.check_merged.levels import _FP4, _NF4
 from consistency.extras.merging.check_merged.result import check_merged
-from tests.extras.merging.check_merged.made_merges import Case, Tensors, checked, kinds, message, random, save
+from tests.extras.merging.check_merged.made_merges import Case, Tensors, change_adapter, checked, kinds, message, random, save, write
 
 DTYPES = (torch.float32, torch.bfloat16)
 RANK = 8
@@ -39,7 +39,7 @@ SHAPES = {
     "mlp.down_proj": (96, 160),
 }
 PHI = {"self_attn.qkv_proj": (192, 96), "mlp.gate_up_proj": (320, 96)}
-GPT2 = {"attn.c_attn": (96, 288), "attn.c_proj": (96, 96)}
+GPT2 = {"attn.c_attn": (96, 288), "mlp.c_fc": (96, 384)}
 
 Wrong = Callable[["Merge", str], torch.Tensor]
 
@@ -76,14 +76,25 @@ class Merge:
 
 def case_of(folder: Path, shapes: Mapping[str, tuple[int, int]], dtype: torch.dtype, config: dict[str, Any]) -> Case:
     """Return a model of two blocks with these weights in a dtype, and an adapter for all of them."""
-    weights = {f"model.layers.{n}.{name}.weight": shape for n in range(2) for name, shape in shapes.items()}
+    prefix = "transformer.h" if shapes is GPT2 else "model.layers"
+    weights = {f"{prefix}.{n}.{name}.weight": shape for n in range(2) for name, shape in shapes.items()}
     tensors = {
-        name: tensor.to(dtype) for name, tensor in random({**weights, "model.norm.weight": (96,)}).items()
+        name: tensor.to(dtype) for name, tensor in random(weights).items()
     }
     settings = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **HEADS}
     if shapes is GPT2:
-        settings |= {"num_key_value_heads": 6}
-    return save(folder, tensors, settings, list(weights), config={"r": RANK, "lora_alpha": 4 * RANK, **config})
+        settings = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_embd": 96, "n_head": 6, "n_layer": 2}
+    case = save(folder, tensors, settings, list(weights), config={"r": RANK, "lora_alpha": 4 * RANK, **config})
+    if shapes is GPT2:
+        change_adapter(case, transpose)
+    return case
+
+
+def transpose(factors: Tensors) -> None:
+    """Give PEFT the factors of weights that are (in, out)."""
+    for key in [key for key in factors if "lora_A" in key]:
+        other = key.replace("lora_A", "lora_B")
+        factors[key], factors[other] = factors[other].T, factors[key].T
 
 
 @dataclass(frozen=True)
@@ -159,6 +170,13 @@ def in_eight_bits(values: torch.Tensor) -> torch.Tensor:
     return (values / scale).round() * scale
 
 
+def units_off(merge: Merge, name: str) -> torch.Tensor:
+    """Return an error of a few units in the last place of the largest elements, which float32 shows too."""
+    right = merge.right(name)
+    off = torch.finfo(merge.dtype).eps * right * (1 if merge.dtype == torch.bfloat16 else 3)
+    return torch.where(right.abs() > 2.8 * right.std(), off, 0.0)
+
+
 FP4 = (*(-level for level in _FP4[1:]), *_FP4)
 
 
@@ -192,7 +210,7 @@ PLANTED: dict[str, Mistake] = {
         scaled(8**-0.5), K.WRONG_SCALE, "lora_alpha / r (4)", config={"use_rslora": True}
     ),
     "rslora by mistake": Mistake(scaled(8**0.5), K.WRONG_SCALE, "lora_alpha / sqrt(r)"),
-    "alpha missing": Mistake(scaled(1 / 4), K.WRONG_SCALE, "8 / r, as PEFT without lora_alpha (1)"),
+    "alpha missing": Mistake(scaled(1 / 4), K.WRONG_SCALE, "8 / r, as PEFT has it without lora_alpha (1)"),
     "scaled by 0.37": Mistake(scaled(0.37), K.WRONG_SCALE, "1.48, fitted"),
     "the delta alone": Mistake(Merge.delta, K.DELTA_ALONE),
     "transposed": Mistake(rows(lambda delta: delta.T), K.TRANSPOSED, only="q_proj"),
@@ -222,7 +240,7 @@ PLANTED: dict[str, Mistake] = {
     "heads reversed": Mistake(rows(lambda delta: delta.view(6, 16, 96).flip(0).reshape(96, 96)), OTHER,
                               "rows 0-15 hold the delta of rows 80-95", only="q_proj"),
     "k and v of c_attn left out": Mistake(
-        rows(without((slice(None), slice(96, None)))), K.PART_LEFT_OUT, "columns 0-95 hold base + adapter", GPT2, "c_attn",
+        rows(without((slice(None), slice(96, None)))), K.PART_LEFT_OUT, "columns 0-95 (q) hold base + adapter", GPT2, "c_attn",
         {"fan_in_fan_out": True},
     ),
     "k and v of c_attn exchanged": Mistake(
@@ -266,12 +284,11 @@ PLANTED: dict[str, Mistake] = {
     ),
     "another checkpoint": Mistake(checkpoint, K.OTHER_ADAPTER, "another checkpoint of it?"),
     "one unit off": Mistake(
-        lambda merge, name: merge.right(name) * (1 + torch.finfo(merge.dtype).eps * (torch.arange(96) % 40 == 7)), K.OFF,
-        "in the last place at most", only="q_proj",
+        lambda merge, name: merge.right(name) + units_off(merge, name), K.OFF, "in the last place at most", only="q_proj",
     ),
     "a fifth, and noise": Mistake(
         lambda merge, name: merge.base(name) + 0.2 * merge.delta(name)
-        + 0.002 * random({"n": tuple(merge.base(name).shape)}, seed=4)["n"].double(), K.OFF, "base + adapter × 0.20",
+        + 0.02 * random({"n": tuple(merge.base(name).shape)}, seed=4)["n"].double(), K.OFF, "base + adapter × 0.20",
         only="q_proj",
     ),
 }  # fmt: skip
@@ -306,7 +323,7 @@ def delta_rounded(merge: Merge, name: str) -> torch.Tensor:
 
 def factors_rounded(merge: Merge, name: str) -> torch.Tensor:
     scaling, b, a = merge.case.deltas[name]
-    return merge.base(name) + merge.rounded(merge.rounded(scaling * b.double()) @ merge.rounded(a.double()))
+    return merge.base(name) + merge.rounded(merge.rounded(scaling * merge.rounded(b.double())) @ merge.rounded(a.double()))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
@@ -332,29 +349,26 @@ def test_residue_of_merging_and_unmerging(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("times", [1.0, 1 / 3, 2.0, 3.0])
-@pytest.mark.parametrize("config", [LoKrConfig, LoHaConfig, AdaLoraConfig], ids=lambda config: config.__name__)
+@pytest.mark.parametrize("config", [LoKrConfig, LoHaConfig], ids=lambda config: config.__name__)
 def test_the_scaling_of_another_method(tmp_path: Path, config: type[Any], times: float) -> None:
     """LoKr and LoHa unscaled, merged twice, or scaled twice; the plain merge of each is right."""
     torch.manual_seed(0)
     size = {**HEADS, "vocab_size": 32, "num_hidden_layers": 1}
     LlamaForCausalLM(LlamaConfig(**size)).save_pretrained(tmp_path / "base")
-    settings: dict[str, Any] = {"r": 4, "alpha": 12, "init_weights": False}
-    if config is AdaLoraConfig:
-        settings = {"r": 4, "lora_alpha": 12, "init_lora_weights": False, "total_step": 10}
-    made = config(target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM", **settings)
+    settings = {"r": 4, "alpha": 12, "init_weights": False, "task_type": "CAUSAL_LM"}
+    made = config(target_modules=["q_proj", "down_proj"], **settings)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     get_peft_model(model, made).save_pretrained(tmp_path / "adapter")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    before = {name: tensor.double() for name, tensor in model.state_dict().items()}
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float64)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     merged = PeftModel.from_pretrained(model, tmp_path / "adapter").merge_and_unload()
     state = merged.state_dict()
-    changed = {name: (before[name] + times * (tensor.double() - before[name])).float() for name, tensor in state.items()}
-    merged.save_pretrained(tmp_path / "merged", state_dict=changed)
+    changed = {}
+    for name, tensor in state.items():
+        changed[name] = (before[name] + times * (tensor - before[name])).float().contiguous()
+    write(tmp_path / "merged", changed, json.loads((tmp_path / "base" / "config.json").read_text()))
     found = check_merged(tmp_path / "merged", base=tmp_path / "base", adapter=tmp_path / "adapter")
     if times == 1:
         assert (found.verdict, kinds(found)) == ("consistent", [])
-    elif config is not AdaLoraConfig:
-        assert kinds(found) == [MergeCause.TWICE if times == 2 else MergeCause.WRONG_SCALE]
     else:
-        assert found.verdict == "inconsistent"
-    assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["r"] == 4
+        assert kinds(found) == [MergeCause.TWICE if times == 2 else MergeCause.WRONG_SCALE]
