@@ -28,7 +28,6 @@ from consistency.stages.merged.forms.source import Source
 from consistency.worker.model.adapter_settings import stated_scaling
 from consistency.worker.model.loading import ADAPTER_NAME
 
-
 _MOST_ROUNDINGS = {False: 2.0, True: 4.0}
 """Error over the tolerance of one merge, up to which another scaling explains a weight, and a second merge one."""
 

@@ -52,19 +52,19 @@ class Explainer:
 
     def explain(self, question: MergeQuestion) -> Explanations:
         """Return the mistakes that explain a tensor with a low-rank delta, each with a text about it."""
-        strategies = [*self._found, *(one for one in _STRATEGIES if one not in self._found), name_rest]
-        if self.is_in_vain:
-            strategies = list(dict.fromkeys((_not_merged, _scalings, *self._found, name_rest)))
+        is_in_vain = self._in_vain >= _MOST_IN_VAIN
+        strategies: list[Strategy] = [*self._found, *(one for one in _STRATEGIES if one not in self._found)]
+        if is_in_vain:
+            strategies = list(dict.fromkeys((_not_merged, _scalings, *self._found)))
         for strategy in strategies:
             if explanations := strategy(question):
-                if strategy is name_rest:
-                    self._in_vain += 1
-                else:
-                    self._found = [strategy, *(one for one in self._found if one is not strategy)]
+                self._found = [strategy, *(one for one in self._found if one is not strategy)]
                 return explanations
         self._in_vain += 1
-        self._unexplained += 1
-        return {}
+        # a rest that has no name but its rank comes after all mistakes, which explain it better
+        explanations = name_rest(question, briefly=is_in_vain)
+        self._unexplained += not explanations
+        return explanations
 
     @property
     def measures(self) -> bool:
@@ -260,4 +260,4 @@ _STRATEGIES: tuple[Strategy, ...] = (
     base_levels,
     levels_after,
 )
-"""What may explain a tensor, the simplest first; a rest that has no name but its rank comes after all."""
+"""What may explain a tensor, the simplest first."""

@@ -38,6 +38,9 @@ _LEAST_TELLING = 0.01
 _TIE = 1e-6
 """Distance from the middle of two levels, over the largest value of a block, at which either is the nearest."""
 
+_SMALLEST = 1e-30
+"""Size that divides where all values of a block are zero."""
+
 _LEAST_VALUES = 256
 """Values of a tensor from which levels can be told."""
 
@@ -62,9 +65,7 @@ def levels_after(question: MergeQuestion) -> dict[MergeCause, str]:
     return {}
 
 
-def _is_on_levels(
-    question: MergeQuestion, levels: tuple[float, ...], block: int, *, is_after: bool
-) -> Iterator[bool]:
+def _is_on_levels(question: MergeQuestion, levels: tuple[float, ...], block: int, *, is_after: bool) -> Iterator[bool]:
     """Yield for some rows after the other whether they are what rounding to levels makes."""
     table = torch.tensor(levels, dtype=torch.float64)
     columns = question.base.shape[2]
@@ -88,16 +89,19 @@ def _is_rounded(
     by one scale, which is that largest value but for its own rounding.
     """
     unit = UNIT_ROUNDOFF.get(actual.dtype, 0.0)
-    values, delta = of.base[rows].double(), of.delta(rows)
+    # float32 is exact enough for what half types hold
+    dtype = torch.float32 if unit > UNIT_ROUNDOFF[torch.float32] else torch.float64
+    table, values, actual = table.to(dtype), of.base[rows].to(dtype), actual.to(dtype)
+    delta = (of.left[rows].to(dtype) @ of.right.to(dtype)).mul_(of.scaling)
     if is_after:
-        exact, held = values + delta, actual.double()
+        exact, held = values + delta, actual
     else:
-        exact, held = values, actual.double() - delta
+        exact, held = values, actual - delta
     exact, held = exact.reshape(-1, size), held.reshape(-1, size)
-    largest = exact.abs().amax(dim=1, keepdim=True).clamp(min=1e-300)
+    largest = exact.abs().amax(dim=1, keepdim=True).clamp(min=_SMALLEST)
     if is_after:
         # the largest value that is held is a level itself
-        scale = held.abs().amax(dim=1, keepdim=True).clamp(min=1e-300)
+        scale = held.abs().amax(dim=1, keepdim=True).clamp(min=_SMALLEST)
         number = _nearest(held / scale, table)
         # the sum was rounded to the folder's dtype before, so that near a middle both its neighbours are right
         values = exact / largest
@@ -110,10 +114,10 @@ def _is_rounded(
         # half way between two levels, where quantizers differ, the one that fits is taken
         low, high = (_nearest(exact / largest + shift, table) for shift in (-_TIE, _TIE))
         sure = torch.where(low == high, table[low], 0.0)
-        scale = (held * sure).sum(dim=1, keepdim=True) / sure.square().sum(dim=1, keepdim=True).clamp(min=1e-300)
+        scale = (held * sure).sum(dim=1, keepdim=True) / sure.square().sum(dim=1, keepdim=True).clamp(min=_SMALLEST)
         is_low = (held - table[low] * scale).abs() <= (held - table[high] * scale).abs()
         number = torch.where(is_low, low, high)
-        sizes = (actual.double().abs() + delta.abs()).reshape(-1, size) + (table[number] * scale).abs()
+        sizes = (actual.abs() + delta.abs()).reshape(-1, size) + (table[number] * scale).abs()
         allowed = 3 * unit * sizes
     if not bool(((scale / largest - 1).abs() <= _MOST_OFF).all()):
         return False

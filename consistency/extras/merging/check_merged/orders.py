@@ -141,7 +141,7 @@ class LowRankSum:
         """Return rows that are evenly taken, `_SAMPLED` of them or more."""
         return slice(None, None, max(1, self.shape[0] // _SAMPLED))
 
-    def part(self, rows: slice) -> LowRankSum:
+    def part(self, rows: slice | torch.Tensor) -> LowRankSum:
         """Return the sum of some rows."""
         return LowRankSum(self.base[rows].contiguous(), self.left[rows].contiguous(), self.right, self.scaling)
 
@@ -456,8 +456,8 @@ class _Rows:
         """Return the elements of these rows that an order does not explain, by the rows of the tensor."""
         found = judge(self.actual, self.of_rows, order, patient=not self.is_whole)
         if found.worst is not None:
-            row, *others = found.worst
-            found.worst = (row * self.step, *others)
+            row, column, actual, low, high = found.worst
+            found.worst = row * self.step, column, actual, low, high
         return found
 
 

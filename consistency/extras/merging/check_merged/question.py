@@ -176,7 +176,8 @@ class MergeQuestion:
         gram, along = products @ products.T, products @ change
         if not bool(along.isfinite().all() and gram.isfinite().all()):
             return torch.zeros_like(along)
-        return torch.linalg.lstsq(gram, along[:, None], driver="gelsd").solution[:, 0]
+        factors: torch.Tensor = torch.linalg.lstsq(gram, along[:, None], driver="gelsd").solution
+        return factors[:, 0]
 
 
 def is_fit(left_over: float) -> bool:

@@ -52,8 +52,11 @@ _LEAST_SPREAD = 1 / 16
 """Part of the rows, and of the columns, over which each rank of an adapter is spread, at least."""
 
 
-def name_rest(question: MergeQuestion) -> dict[MergeCause, str]:
-    """Explain a matrix by roundings, or by another adapter, in the place of this one or beside it."""
+def name_rest(question: MergeQuestion, *, briefly: bool = False) -> dict[MergeCause, str]:
+    """Explain a matrix by roundings, or by another adapter, in the place of this one or beside it.
+
+    `briefly` only ranks that are small are found, as for tensors after others that were looked at in vain.
+    """
     roundings = Roundings.of(question)
     if roundings is not None and not roundings.is_directed and roundings.share >= _LEAST_OFF:
         return {MergeCause.ROUNDINGS: roundings.text}
@@ -77,12 +80,13 @@ def name_rest(question: MergeQuestion) -> dict[MergeCause, str]:
             return {MergeCause.WRONG_SCALE: f"{fitted:.6g}, fitted, instead of {target.scaling:g}"}
     if bool(((change - delta).abs() <= allowed).all()):
         return {}
+    sketches = _SKETCHES[:1] if briefly else _SKETCHES
     with torch.random.fork_rng(devices=[]):  # the truncated SVD draws
         torch.manual_seed(0)
-        whole = _low_rank(change, sizes, actual.dtype)
+        whole = _low_rank(change, sizes, actual.dtype, sketches)
         if whole and whole <= target.left.shape[2]:
             return {MergeCause.OTHER_ADAPTER: _in_its_place(question, whole)}
-        beside = _low_rank(change - delta, sizes, actual.dtype)
+        beside = _low_rank(change - delta, sizes, actual.dtype, sketches)
     if whole and (not beside or whole <= beside):
         return {MergeCause.OTHER_ADAPTER: _in_its_place(question, whole)}
     return {MergeCause.FURTHER_ADAPTER: f"of rank {beside}"} if beside else {}
@@ -93,14 +97,14 @@ def _allowed(sizes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return _ROUNDINGS * UNIT_ROUNDOFF.get(dtype, 0.0) * (sizes + sizes.square().mean().sqrt())
 
 
-def _low_rank(change: torch.Tensor, sizes: torch.Tensor, dtype: torch.dtype) -> int | None:
+def _low_rank(change: torch.Tensor, sizes: torch.Tensor, dtype: torch.dtype, sketches: tuple[int, ...]) -> int | None:
     """Return the rank of a change that is a product of few ranks and roundings; None of another one.
 
     A wrong element or row is a matrix of rank 1 too. An adapter's ranks are spread over rows and columns: none of them
     is gone without the rows in which one element is largest beside the others.
     """
     noise = noise_norm(sizes / 2, UNIT_ROUNDOFF.get(dtype, 0.0))
-    left, values, right = _ranks(change, noise)
+    left, values, right = _ranks(change, noise, sketches)
     rank = len(values)
     if not 0 < rank <= _MOST_RANK * min(change.shape):
         return None
@@ -113,13 +117,15 @@ def _low_rank(change: torch.Tensor, sizes: torch.Tensor, dtype: torch.dtype) -> 
             return None
     peak = change.abs().amax(dim=1) / change.norm(dim=1).clamp(min=1e-300)
     flat = peak.argsort()[: -max(1, int(_LEAST_SPREAD * len(peak)))]
-    return rank if len(_ranks(change[flat], noise)[1]) == rank else None
+    return rank if len(_ranks(change[flat], noise, sketches)[1]) == rank else None
 
 
-def _ranks(change: torch.Tensor, noise: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _ranks(
+    change: torch.Tensor, noise: float, sketches: tuple[int, ...]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the singular vectors and values of a matrix above a noise; all of a sketch where they are many."""
     smaller = min(change.shape)
-    for size in _SKETCHES:
+    for size in sketches:
         left, values, right = torch.svd_lowrank(change, q=min(size, smaller), niter=1)
         rank = int((values > 2 * noise).sum())
         if rank < 0.8 * min(size, smaller):
@@ -200,7 +206,9 @@ class Roundings:
     @property
     def text(self) -> str:
         """Return how many elements are off, and by how much."""
-        many = f"{self.share:.1%} of the elements" if self.share >= _LEAST_OFF else f"{self.off} of {self.count} elements"
+        many = (
+            f"{self.share:.1%} of the elements" if self.share >= _LEAST_OFF else f"{self.off} of {self.count} elements"
+        )
         units = "1 unit" if self.most < 1.5 else f"{round(self.most)} units"
         return f"{many} off, by {units} in the last place at most"
 

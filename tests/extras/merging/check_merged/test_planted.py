@@ -16,7 +16,17 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from consistency.extras.merging.check_merged.causes import MergeCause
 from consistency.extras.merging.check_merged.levels import _FP4, _NF4
 from consistency.extras.merging.check_merged.result import check_merged
-from tests.extras.merging.check_merged.made_merges import Case, Tensors, change_adapter, checked, kinds, message, random, save, write
+from tests.extras.merging.check_merged.made_merges import (
+    Case,
+    Tensors,
+    change_adapter,
+    checked,
+    kinds,
+    message,
+    random,
+    save,
+    write,
+)
 
 DTYPES = (torch.float32, torch.bfloat16)
 RANK = 8
@@ -78,9 +88,7 @@ def case_of(folder: Path, shapes: Mapping[str, tuple[int, int]], dtype: torch.dt
     """Return a model of two blocks with these weights in a dtype, and an adapter for all of them."""
     prefix = "transformer.h" if shapes is GPT2 else "model.layers"
     weights = {f"{prefix}.{n}.{name}.weight": shape for n in range(2) for name, shape in shapes.items()}
-    tensors = {
-        name: tensor.to(dtype) for name, tensor in random(weights).items()
-    }
+    tensors = {name: tensor.to(dtype) for name, tensor in random(weights).items()}
     settings = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **HEADS}
     if shapes is GPT2:
         settings = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_embd": 96, "n_head": 6, "n_layer": 2}
@@ -149,7 +157,7 @@ def by_head(delta: torch.Tensor) -> torch.Tensor:
     return torch.cat([part.view(3, -1, delta.shape[1]) for part in parts], dim=1).reshape(delta.shape)
 
 
-def without(places: object) -> Callable[[torch.Tensor], torch.Tensor]:
+def without(places: slice | tuple[slice, slice]) -> Callable[[torch.Tensor], torch.Tensor]:
     def change(delta: torch.Tensor) -> torch.Tensor:
         delta = delta.clone()
         delta[places] = 0
@@ -240,8 +248,8 @@ PLANTED: dict[str, Mistake] = {
     "heads reversed": Mistake(rows(lambda delta: delta.view(6, 16, 96).flip(0).reshape(96, 96)), OTHER,
                               "rows 0-15 hold the delta of rows 80-95", only="q_proj"),
     "k and v of c_attn left out": Mistake(
-        rows(without((slice(None), slice(96, None)))), K.PART_LEFT_OUT, "columns 0-95 (q) hold base + adapter", GPT2, "c_attn",
-        {"fan_in_fan_out": True},
+        rows(without((slice(None), slice(96, None)))), K.PART_LEFT_OUT, "columns 0-95 (q) hold base + adapter", GPT2,
+        "c_attn", {"fan_in_fan_out": True},
     ),
     "k and v of c_attn exchanged": Mistake(
         rows(lambda delta: torch.cat((delta[:, :96], delta[:, 192:], delta[:, 96:192]), dim=1)), OTHER,
@@ -284,7 +292,8 @@ PLANTED: dict[str, Mistake] = {
     ),
     "another checkpoint": Mistake(checkpoint, K.OTHER_ADAPTER, "another checkpoint of it?"),
     "one unit off": Mistake(
-        lambda merge, name: merge.right(name) + units_off(merge, name), K.OFF, "in the last place at most", only="q_proj",
+        lambda merge, name: merge.right(name) + units_off(merge, name), K.OFF, "in the last place at most",
+        only="q_proj",
     ),
     "a fifth, and noise": Mistake(
         lambda merge, name: merge.base(name) + 0.2 * merge.delta(name)
@@ -323,7 +332,9 @@ def delta_rounded(merge: Merge, name: str) -> torch.Tensor:
 
 def factors_rounded(merge: Merge, name: str) -> torch.Tensor:
     scaling, b, a = merge.case.deltas[name]
-    return merge.base(name) + merge.rounded(merge.rounded(scaling * merge.rounded(b.double())) @ merge.rounded(a.double()))
+    return merge.base(name) + merge.rounded(
+        merge.rounded(scaling * merge.rounded(b.double())) @ merge.rounded(a.double())
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
