@@ -22,10 +22,13 @@ _NF4 = (
 _FP4 = (0.0, 0.0052083333, 0.16666667, 0.25, 0.33333333, 0.5, 0.66666667, 1.0)
 """Levels of bitsandbytes' fp4 without their signs, as its source has them."""
 
+_CODES = 255
+"""Codes of int8 with a scale alone: -127 to 127."""
+
 _FORMATS = {
     "nf4 in blocks of 64": (_NF4, 64),
     "fp4 in blocks of 64": ((*(-level for level in _FP4[:0:-1]), *_FP4), 64),
-    "int8 by row": (tuple(code / 127 for code in range(-127, 128)), 0),
+    "int8 by row": (tuple(code / (_CODES // 2) for code in range(-(_CODES // 2), _CODES // 2 + 1)), 0),
 }
 """Levels over the largest value of a block, and the size of a block: 0 for a row."""
 
@@ -44,7 +47,7 @@ _SMALLEST = 1e-30
 _LEAST_VALUES = 256
 """Values of a tensor from which levels can be told."""
 
-_ROWS = 128
+_ROWS = 512
 """Blocks of 64 values that are looked at in one go."""
 
 
@@ -129,7 +132,6 @@ def _is_rounded(
 
 def _nearest(values: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     """Return the index of the nearest level of each value."""
-    step = float(table[1] - table[0])
-    if bool(torch.allclose(table.diff(), table.new_tensor(step))):
-        return ((values - table[0]) / step).round_().clamp_(0, len(table) - 1).long()
+    if len(table) == _CODES:  # these are evenly spaced
+        return (values * (_CODES // 2)).round_().clamp_(-(_CODES // 2), _CODES // 2).add_(_CODES // 2).long()
     return torch.bucketize(values, (table[1:] + table[:-1]) / 2)

@@ -48,9 +48,6 @@ _DEVIATIONS = 6.0
 _GIVE_UP = 1 / 64
 """Part of outside elements at which an order is left for the next one: no tensor with few faults has as many."""
 
-_MANY = 1 / 16
-"""Part of outside elements of which a few rows tell how many they are in all."""
-
 _TRIED = (8, 64)
 """Rows of a matrix, evenly taken, on which an order is tried before more of them are read."""
 
@@ -349,7 +346,7 @@ class MergeWriter:
         Where no order can explain the tensor, the number of outside elements is that of some rows.
         """
         best, rows = self._search(actual, of, is_twice=False)
-        if not best.outside or rows.is_whole or best.share > _MANY:
+        if not best.outside or rows.is_whole or best.share > _GIVE_UP:
             return best
         estimate = rows.judge(best.order)
         return estimate if estimate.share > _GIVE_UP else judge(actual, of, best.order)

@@ -29,7 +29,7 @@ _FITS = 0.9
 """Part of the difference, root mean square, that a fit may leave over for its mistake to be computed."""
 
 
-_MOST_OF_RANKS = 1 << 22
+_MOST_OF_RANKS = 1 << 19
 """Elements of the products of single ranks that are fitted to the difference."""
 
 

@@ -17,6 +17,7 @@ from consistency.extras.merging.check_merged.difference import noise_norm
 from consistency.extras.merging.check_merged.orders import blocks
 from consistency.extras.merging.check_merged.question import FEW, MergeQuestion
 from consistency.numerics.dtype import UNIT_ROUNDOFF
+from consistency.numerics.typed import HALF_TYPES
 
 _MOST_ROWS = 128
 """Rows, evenly taken, of which a rank is computed."""
@@ -57,7 +58,7 @@ def name_rest(question: MergeQuestion, *, briefly: bool = False) -> dict[MergeCa
 
     `briefly` only ranks that are small are found, as for tensors after others that were looked at in vain.
     """
-    roundings = Roundings.of(question)
+    roundings = Roundings.of(question, least=_LEAST_OFF if briefly else 0.0)
     if roundings is not None and not roundings.is_directed and roundings.share >= _LEAST_OFF:
         return {MergeCause.ROUNDINGS: roundings.text}
     if not question.is_matrix:
@@ -81,6 +82,8 @@ def name_rest(question: MergeQuestion, *, briefly: bool = False) -> dict[MergeCa
     if bool(((change - delta).abs() <= allowed).all()):
         return {}
     sketches = _SKETCHES[:1] if briefly else _SKETCHES
+    if actual.dtype in HALF_TYPES:  # float32 is exact enough for these
+        change, delta, sizes = change.float(), delta.float(), sizes.float()
     with torch.random.fork_rng(devices=[]):  # the truncated SVD draws
         torch.manual_seed(0)
         whole = _low_rank(change, sizes, actual.dtype, sketches)
@@ -112,10 +115,10 @@ def _low_rank(change: torch.Tensor, sizes: torch.Tensor, dtype: torch.dtype, ske
     if not bool(((change - of_rank).abs() <= _allowed(sizes + of_rank.abs(), dtype)).all()):
         return None
     for vectors in (left, right):
-        spread = 1 / vectors.pow(4).sum(dim=0).clamp(min=1e-300)
+        spread = 1 / vectors.pow(4).sum(dim=0).clamp(min=1e-30)
         if float(spread.min()) < max(2.0, _LEAST_SPREAD * len(vectors)):
             return None
-    peak = change.abs().amax(dim=1) / change.norm(dim=1).clamp(min=1e-300)
+    peak = change.abs().amax(dim=1) / change.norm(dim=1).clamp(min=1e-30)
     flat = peak.argsort()[: -max(1, int(_LEAST_SPREAD * len(peak)))]
     return rank if len(_ranks(change[flat], noise, sketches)[1]) == rank else None
 
@@ -170,8 +173,11 @@ class Roundings:
     is_directed: bool
 
     @classmethod
-    def of(cls, question: MergeQuestion) -> Roundings | None:
-        """Return the elements that are off; None where one is off by more than roundings."""
+    def of(cls, question: MergeQuestion, *, least: float = 0.0) -> Roundings | None:
+        """Return the elements that are off; None where one is off by more than roundings.
+
+        Nor are they looked for where fewer than `least` of some rows are off.
+        """
         target, dtype = question.target, question.actual.dtype
         unit = UNIT_ROUNDOFF.get(dtype, 0.0)
         off, count, most, along, square, error_square = 0, 0, 0.0, 0.0, 0.0, 0.0
@@ -188,6 +194,8 @@ class Roundings:
                 if not float(units.max()) <= _MOST_UNITS:
                     return None
                 if rows is few:
+                    if float((units > 0.25).double().mean()) < least:
+                        return None
                     continue
                 most = max(most, float(units.max()))
                 off, count = off + int((units > 0.25).sum()), count + units.numel()
