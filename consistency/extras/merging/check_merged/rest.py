@@ -22,7 +22,7 @@ from consistency.numerics.typed import HALF_TYPES
 _MOST_ROWS = 128
 """Rows, evenly taken, of which a rank is computed."""
 
-_ROUNDINGS = 3.0
+_ROUNDINGS = 1.5
 """Unit roundoffs by which an element may be off a matrix of low rank: of both sums, and of the matrix itself."""
 
 _MOST_UNITS = 8
@@ -39,6 +39,9 @@ _MOST_OF_A_CHECKPOINT = 0.6
 
 _SAME_SCALE = 1e-4
 """Relative distance of a fitted scaling from the adapter's, below which it is that."""
+
+_FULL = 0.8
+"""Part of the singular values of a sketch that are above the noise where all of the matrix may be."""
 
 _LEAST_BETTER = 0.7
 """What a fitted scaling leaves over, over what the adapter's own does, at most: less is made by chance."""
@@ -109,7 +112,8 @@ def _low_rank(change: torch.Tensor, sizes: torch.Tensor, dtype: torch.dtype, ske
     noise = noise_norm(sizes / 2, UNIT_ROUNDOFF.get(dtype, 0.0))
     left, values, right = _ranks(change, noise, sketches)
     rank = len(values)
-    if not 0 < rank <= _MOST_RANK * min(change.shape):
+    is_full = rank >= _FULL * sketches[-1]
+    if is_full or not 0 < rank <= _MOST_RANK * min(change.shape):
         return None
     of_rank = (left * values) @ right.T
     if not bool(((change - of_rank).abs() <= _allowed(sizes + of_rank.abs(), dtype)).all()):
@@ -131,7 +135,7 @@ def _ranks(
     for size in sketches:
         left, values, right = torch.svd_lowrank(change, q=min(size, smaller), niter=1)
         rank = int((values > 2 * noise).sum())
-        if rank < 0.8 * min(size, smaller):
+        if rank < _FULL * size:
             break
     return left[:, :rank], values[:rank], right[:, :rank]
 

@@ -383,3 +383,17 @@ def test_the_scaling_of_another_method(tmp_path: Path, config: type[Any], times:
         assert (found.verdict, kinds(found)) == ("consistent", [])
     else:
         assert kinds(found) == [MergeCause.TWICE if times == 2 else MergeCause.WRONG_SCALE]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+def test_noise_in_all_tensors_is_no_adapter(tmp_path: Path, dtype: torch.dtype) -> None:
+    """The tensors after the first ones, which are looked at briefly, too."""
+    case = case_of(tmp_path, SHAPES, dtype, {})
+    merge = Merge(case, dtype)
+    noise = random({name: tuple(merge.base(name).shape) for name in case.deltas}, seed=9)
+    tensors = {**case.tensors}
+    for name in case.deltas:
+        tensors[name] = (merge.right(name) * (1 + 0.4 * noise[name].double())).to(dtype)
+    found = checked(case, tmp_path, tensors)
+    assert kinds(found) == [MergeCause.OFF]
+    assert "base + adapter × 1.00, and" in message(found, MergeCause.OFF)
