@@ -214,7 +214,7 @@ class TensorJudge:
             state.worst = (index, values[0], values[1], values[2])
         state.causes = self._explainer.explain(question)
         if not state.causes and self._explainer.measures:
-            state.reason = measured(question)
+            state.reason, state.advice = measured(question)
 
     def _judge_untouched(self, state: TensorState, actual: torch.Tensor, before: torch.Tensor) -> None:
         """Judge a tensor that should be the base's, in its own dtype."""

@@ -40,6 +40,9 @@ _MOST_OF_A_CHECKPOINT = 0.6
 _SAME_SCALE = 1e-4
 """Relative distance of a fitted scaling from the adapter's, below which it is that."""
 
+_FAR_SCALE = 0.1
+"""Distance of the adapter's factor from 1, or from 0, at which it is what is wrong, or is hardly there."""
+
 _FULL = 0.8
 """Part of the singular values of a sketch that are above the noise where all of the matrix may be."""
 
@@ -225,16 +228,23 @@ class Roundings:
         return f"{many} off, by {units} in the last place at most"
 
 
-def measured(question: MergeQuestion) -> str:
-    """Return in words how much of the adapter is in a tensor, and how large what is left over is."""
+def measured(question: MergeQuestion) -> tuple[str, str]:
+    """Return how much of the adapter is in a tensor, how large the rest is, and what to do; "" for the usual advice."""
     roundings = Roundings.of(question)
     if roundings is not None:
-        return f"base + adapter, but for {roundings.text}"
+        return f"base + adapter, but for {roundings.text}", ""
     target = question.target
     factor, left_over = question.fit(target.left, target.right)
     times = factor / target.scaling if target.scaling else 0.0
-    if left_over < 0.5:
-        return f"base + adapter × {times:.2f}, and {left_over:.1%} of the change is something else"
+    if left_over < _MOST_OF_A_CHECKPOINT:
+        advice = "look for what was merged or trained besides the adapter"
+        if abs(times - 1) > _FAR_SCALE:
+            advice = (
+                f"look for what takes the adapter × {times:.2f}, as a weight of several does, and for what is besides"
+            )
+        return f"base + adapter × {times:.2f}, and {left_over:.1%} of the change is something else", advice
     before = question.base.double()
     size = float((question.actual.double() - before).norm()) / max(float(before.norm()), 1e-300)
-    return f"it is {size:.1%} of its norm from the base, by no low rank, and adapter × {times:.2f} fits that best"
+    advice = "give the base and the adapter that this folder was made from: little of this adapter is in it"
+    text = f"it is {size:.1%} of its norm from the base, by no low rank, and adapter × {times:.2f} fits that best"
+    return text, advice if abs(times) < _FAR_SCALE else ""

@@ -259,7 +259,7 @@ def _explained(causes: tuple[MergeCause, ...], states: list[TensorState], folder
         message="; or ".join(sentences),
         tensors=_names(states),
         detail=tuple(_detail(state, texts[state.name]) for state in detailed_states[:_MOST_DETAIL]),
-        next=causes[0].todo,
+        next=states[0].advice or causes[0].todo,
     )
 
 

@@ -397,3 +397,30 @@ def test_noise_in_all_tensors_is_no_adapter(tmp_path: Path, dtype: torch.dtype) 
     found = checked(case, tmp_path, tensors)
     assert kinds(found) == [MergeCause.OFF]
     assert "base + adapter × 1.00, and" in message(found, MergeCause.OFF)
+    assert found.findings[0].next == "look for what was merged or trained besides the adapter"
+
+
+@pytest.mark.parametrize(
+    ("times", "advice"), [(0.2, "look for what takes the adapter × 0.20"), (0.0, "give the base and the adapter that")]
+)
+def test_advice_follows_from_the_measure(tmp_path: Path, times: float, advice: str) -> None:
+    case = case_of(tmp_path, SHAPES, torch.float32, {})
+    merge = Merge(case, torch.float32)
+    noise = random({name: tuple(merge.base(name).shape) for name in case.deltas}, seed=9)
+    tensors = {**case.tensors}
+    for name in case.deltas:
+        tensors[name] = (merge.base(name) + times * merge.delta(name) + 0.05 * noise[name].double()).float()
+    (found, *_) = checked(case, tmp_path, tensors).findings
+    assert (found.kind, (found.next or "").startswith(advice)) == (MergeCause.OFF, True), found.next
+
+
+def test_the_element_that_is_shown_is_not_one_near_zero(tmp_path: Path) -> None:
+    case = case_of(tmp_path, SHAPES, torch.float32, {})
+    merge = Merge(case, torch.float32)
+    name = next(iter(case.deltas))
+    wrong = merge.right(name).float()
+    small, large = int(wrong.abs().argmin()), int(wrong.abs().argmax())
+    wrong.view(-1)[small] += 1e-5
+    wrong.view(-1)[large] *= 1.01
+    found = checked(case, tmp_path, {**right_of(merge), name: wrong})
+    assert f"[{large // 96}, {large % 96}] is" in message(found, MergeCause.OFF)
