@@ -503,7 +503,8 @@ def part_beyond_all(actual: torch.Tensor, of: LowRankSum, *, is_twice: bool = Fa
     off_base = base.abs() if is_cast else 0.0
     # the last rounding is to the folder's dtype, after one to another half type or to float32
     of_sums = unit * sums * 1.01 + UNIT_ROUNDOFF.get(actual.dtype, 1.0) * exact.abs() * (1.01 if is_cast else 0.0)
-    allowed = of_sums + unit * off_base + (8 * unit + 2**-9) * norms * (2 if is_twice else 1)
+    off_product = 1.01 * (Precision.TF32.product_error + gamma(of.left.shape[1] + 2, 2 * UNIT_ROUNDOFF[torch.float32]))
+    allowed = of_sums + unit * off_base + (8 * unit + off_product) * norms * (2 if is_twice else 1)
     smallest = max(HALF_SMALLEST_SUBNORMAL.get(dtype, 0.0) for dtype in (actual.dtype, *halves))
     is_beyond = ~((actual.double() - exact).abs() <= allowed + 8 * smallest) & actual.isfinite()
     return float(is_beyond.double().mean())
