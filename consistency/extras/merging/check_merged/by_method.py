@@ -8,20 +8,28 @@ methods are in a run (`consistency.numerics.rules`).
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
 
 from consistency.extras.merging.check_merged.adapter import ByForm, ByPeft
+from consistency.extras.merging.check_merged.causes import MergeCause
 from consistency.numerics.dtype import HALF_SMALLEST_SUBNORMAL, UNIT_ROUNDOFF, name_of
 from consistency.numerics.error import measure_against_exact
 from consistency.numerics.measure import Measure
 from consistency.numerics.typed import Typed, half_ulp
 from consistency.stages.merged.forms.form import Form, Judged
 from consistency.stages.merged.forms.source import Source
+from consistency.worker.model.adapter_settings import stated_scaling
+from consistency.worker.model.loading import ADAPTER_NAME
+
+_MOST_ROUNDINGS = {False: 2.0, True: 4.0}
+"""Error over the tolerance of one merge, up to which another scaling explains a weight, and a second merge one."""
 
 
 class _Cast(Form):
@@ -64,6 +72,69 @@ def judge_by_method(
         if ratio <= 1:
             break
     return best
+
+
+def other_scaling(actual: torch.Tensor, base: torch.Tensor, target: ByForm | ByPeft) -> dict[MergeCause, str]:
+    """Explain a weight by another scaling of its method, or by a delta that was merged twice.
+
+    Each is computed as the method itself computes it, by a layer with that scaling.
+    """
+    layer = target.layer if isinstance(target, ByForm) else target.layers[0]
+    scaling, named = _named_scalings(layer)
+    explanations: dict[MergeCause, list[str]] = {}
+    for times, text in named.items():
+        judgement = judge_by_method(actual, base, _scaled(target, times))
+        is_twice = times == 2 and _adds(target, base)
+        if judgement is not None and judgement[1] <= _MOST_ROUNDINGS[is_twice]:
+            cause = MergeCause.TWICE if is_twice else MergeCause.WRONG_SCALE
+            explanations.setdefault(cause, []).append("" if cause is MergeCause.TWICE else text)
+    if MergeCause.WRONG_SCALE in explanations:
+        text = " or ".join(explanations[MergeCause.WRONG_SCALE])
+        return {MergeCause.WRONG_SCALE: f"{text} instead of {scaling:g}"}
+    return dict.fromkeys(explanations, "")
+
+
+def _adds(target: ByForm | ByPeft, base: torch.Tensor) -> bool:
+    """Return whether the method adds a delta that does not depend on the base, so that twice of it is two merges."""
+    if isinstance(target, ByPeft):
+        return False
+    form = target.make(Source(layer=target.layer, weight=base, files=target.files, on_cpu=False))
+    return form is not None and form.adds
+
+
+def _named_scalings(layer: Any) -> tuple[float, dict[float, str]]:
+    """Return the scaling of a layer, and the factors by which a merge may miss it, in words; none without a scaling."""
+    alphas = getattr(layer, "lora_alpha", None) or getattr(layer, "alpha", None) or {}
+    ranks = getattr(layer, "r", None) or {}
+    if ADAPTER_NAME not in alphas or ADAPTER_NAME not in ranks:
+        return 1.0, {}
+    alpha, rank = float(alphas[ADAPTER_NAME]), max(1, int(ranks[ADAPTER_NAME]))
+    scaling = stated_scaling(layer) if hasattr(layer, "use_rslora") else alpha / rank
+    values = {"1": 1.0, f"alpha ({alpha:g})": alpha, f"alpha / r ({alpha / rank:g})": alpha / rank}
+    values |= {f"alpha / sqrt(r) ({alpha / math.sqrt(rank):g})": alpha / math.sqrt(rank)}
+    values |= {"its square, as if applied twice": scaling**2, "its negative": -scaling, "twice of it": 2 * scaling}
+    named: dict[float, str] = {}
+    for text, value in values.items():
+        if value != scaling and scaling:
+            times = value / scaling
+            named[times] = f"{named[times]} or {text}" if times in named else text
+    return scaling, named
+
+
+def _scaled(target: ByForm | ByPeft, times: float) -> ByForm | ByPeft:
+    """Return a target of which each layer has another scaling."""
+
+    def scaled(layer: Any) -> Any:
+        twin = copy.copy(layer)
+        for name in ("lora_alpha", "alpha", "scaling"):
+            values = getattr(layer, name, None)
+            if isinstance(values, dict) and ADAPTER_NAME in values:
+                setattr(twin, name, {**values, ADAPTER_NAME: values[ADAPTER_NAME] * times})
+        return twin
+
+    if isinstance(target, ByForm):
+        return replace(target, layer=scaled(target.layer))
+    return replace(target, layers=tuple(scaled(layer) for layer in target.layers))
 
 
 Measured = Iterator[tuple[Measure, torch.dtype, torch.dtype]]

@@ -63,6 +63,21 @@ class MergeCause(Explanation):
         "{} hold base + the delta of another layer",
         "compare how the merge numbers and orders the blocks, and names their layers, with the keys of the adapter",
     )
+    ROW_ORDER = (
+        "row-order",
+        "{} hold base + the delta with its rows in another order",
+        "compare the layout that the merge converts to with that of the base: convert both, or none",
+    )
+    SOME_RANKS = (
+        "part-of-the-rank",
+        "{} hold base + a part of the ranks of the delta",
+        "merge all ranks: look for a largest rank in the settings, and for factors that were split among processes",
+    )
+    DELTA_ALONE = (
+        "delta-alone",
+        "{} hold the delta without the base",
+        "add the delta to the base's weights: the merge began from zeros, or saved what it adds",
+    )
     EXPERT_ORDER = (
         "expert-order",
         "{} hold base + the factors of experts read in another order",
@@ -98,6 +113,31 @@ class MergeCause(Explanation):
         "merged-into-4-bit",
         "{} hold the base rounded to 4 bits + adapter",
         "right where the adapter was trained on that; else merge into the base in 16 bits",
+    )
+    EIGHT_BIT_BASE = (
+        "merged-into-8-bit",
+        "{} hold the base rounded to 8 bits + adapter",
+        "right where the adapter was trained on that; else merge into the base in 16 bits",
+    )
+    ROUNDED_AFTER = (
+        "rounded-after-merge",
+        "{} hold base + adapter, rounded to fewer bits after the merge",
+        "save the merged weights in 16 bits, and quantize a copy",
+    )
+    OTHER_ADAPTER = (
+        "another-adapter",
+        "{} hold base + another adapter in the place of this one",
+        "give the adapter that was merged, or merge this one into the base",
+    )
+    FURTHER_ADAPTER = (
+        "further-adapter",
+        "{} hold base + adapter + another adapter",
+        "if it is meant to be there, give the base that holds it; else load the base anew and merge once",
+    )
+    ROUNDINGS = (
+        "off-by-roundings",
+        "{} hold base + adapter but for more roundings than one merge makes",
+        "load the base anew and merge once: merging and unmerging in 16 bits leaves such residue",
     )
     SIXTEEN_BIT_BASE = (
         "merged-into-16-bit",

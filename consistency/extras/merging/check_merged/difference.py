@@ -64,6 +64,11 @@ def _rank(change: torch.Tensor, values: torch.Tensor, unit: float) -> int | None
     stream = torch.Generator().manual_seed(0)
     sketch = torch.linalg.qr(change @ torch.randn(columns, size, generator=stream, dtype=torch.float64)).Q
     singular_values = torch.linalg.svdvals(sketch.T @ change)
-    noise = unit * float(values.square().mean().sqrt()) / math.sqrt(3) * (math.sqrt(rows) + math.sqrt(columns))
-    rank = int((singular_values > 2 * noise).sum())
+    rank = int((singular_values > 2 * noise_norm(values, unit)).sum())
     return None if rank >= 0.8 * size else rank
+
+
+def noise_norm(values: torch.Tensor, unit: float) -> float:
+    """Return the largest singular value that rounding a matrix of these values leaves, about."""
+    rows, columns = values.shape
+    return unit * float(values.square().mean().sqrt()) / math.sqrt(3) * (math.sqrt(rows) + math.sqrt(columns))

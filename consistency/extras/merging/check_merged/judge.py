@@ -16,10 +16,10 @@ from consistency.extras.merging.check_merged.adapter import (
     Replaced,
     Target,
 )
-from consistency.extras.merging.check_merged.by_method import judge_by_method
+from consistency.extras.merging.check_merged.by_method import judge_by_method, other_scaling
 from consistency.extras.merging.check_merged.causes import MergeCause
 from consistency.extras.merging.check_merged.difference import difference
-from consistency.extras.merging.check_merged.explain import MergeQuestion, explain
+from consistency.extras.merging.check_merged.explain import Explainer
 from consistency.extras.merging.check_merged.folder import Folder, Stored
 from consistency.extras.merging.check_merged.non_finite import (
     NonFiniteElements,
@@ -34,6 +34,8 @@ from consistency.extras.merging.check_merged.orders import (
     half_of,
     same_bits,
 )
+from consistency.extras.merging.check_merged.question import Heads, MergeQuestion
+from consistency.extras.merging.check_merged.rest import measured
 from consistency.extras.merging.check_merged.state import MergedFolder, TensorState
 from consistency.numerics.dtype import UNIT_ROUNDOFF, name_of
 from consistency.numerics.typed import HALF_TYPES
@@ -41,8 +43,8 @@ from consistency.numerics.typed import HALF_TYPES
 _MOST_QUANTIZED = 1 << 27
 """Elements of the largest quantized tensor that is judged, which takes some arrays of it in float64."""
 
-_MOST_IN_VAIN = 8
-"""Unexplained tensors after which only mistakes that are quick to try are looked for in all others."""
+_MOST_TRIES = 4
+"""Tensors of other methods than LoRA whose scaling is looked for in vain."""
 
 _LEAST_LEFT = 0.5
 """Part of a delta that has to be left after quantizing; less is a problem of the folder."""
@@ -72,7 +74,8 @@ class TensorJudge:
         # Tensors whose values went through a half type that is not their own, and its name.
         self.half_types: dict[str, str] = {}
         self._writer, self._counting = MergeWriter(), threading.Lock()
-        self._in_vain = 0
+        self._explainer, self._heads = Explainer(), Heads.of(before.config)
+        self._tries_scalings = _MOST_TRIES
 
     def judge(self, name: str, base: Stored, merged: Stored, target: Target | None) -> TensorState:
         """Return the state of a tensor that base and folder have; `target` is the adapter's part, if any."""
@@ -162,6 +165,9 @@ class TensorJudge:
             if question.holds(target.plain.left, target.plain.right, target.plain.scaling):
                 cause = MergeCause.MAGNITUDE if isinstance(target, ByForm) else MergeCause.RESIDUAL_BASE
                 state.causes = {cause: ""}
+        if not state.causes and self._tries_scalings > 0:
+            state.causes = other_scaling(actual, before, target)
+            self._tries_scalings -= not state.causes
 
     def _question(self, actual: torch.Tensor, before: torch.Tensor, target: LowRankTarget) -> MergeQuestion:
         others = self.low_rank_targets
@@ -172,7 +178,7 @@ class TensorJudge:
             writer=self._writer,
             others=sorted({other.scaling for other in others} - {target.scaling}),
             layers=[other for other in others if other.shape == target.shape and other.name != target.name],
-            briefly=self._in_vain >= _MOST_IN_VAIN,
+            heads=self._heads,
         )
 
     def _judge_low_rank(
@@ -206,9 +212,9 @@ class TensorJudge:
             # As many indices as the tensor has dimensions: the matrix of a vector is a column.
             index = {1: (row,), 2: (row, column)}.get(actual.dim(), (number, row, column))
             state.worst = (index, values[0], values[1], values[2])
-        state.causes = explain(question)
-        if not state.causes:
-            self._in_vain += 1
+        state.causes = self._explainer.explain(question)
+        if not state.causes and self._explainer.measures:
+            state.reason, state.advice = measured(question)
 
     def _judge_untouched(self, state: TensorState, actual: torch.Tensor, before: torch.Tensor) -> None:
         """Judge a tensor that should be the base's, in its own dtype."""

@@ -48,8 +48,8 @@ _DEVIATIONS = 6.0
 _GIVE_UP = 1 / 64
 """Part of outside elements at which an order is left for the next one: no tensor with few faults has as many."""
 
-_TRIED = 64
-"""Rows of a matrix, evenly taken, on which an order is tried before all of them are read."""
+_TRIED = (8, 64)
+"""Rows of a matrix, evenly taken, on which an order is tried before more of them are read."""
 
 _SAMPLED = 16
 """Rows of a matrix, evenly taken, from which what rounding took of the adapter's effect is measured."""
@@ -138,7 +138,7 @@ class LowRankSum:
         """Return rows that are evenly taken, `_SAMPLED` of them or more."""
         return slice(None, None, max(1, self.shape[0] // _SAMPLED))
 
-    def part(self, rows: slice) -> LowRankSum:
+    def part(self, rows: slice | torch.Tensor) -> LowRankSum:
         """Return the sum of some rows."""
         return LowRankSum(self.base[rows].contiguous(), self.left[rows].contiguous(), self.right, self.scaling)
 
@@ -255,12 +255,14 @@ class OutsideElements:
         return self.outside / max(1, self.seen)
 
     def add(self, places: tuple[torch.Tensor, torch.Tensor], actual: torch.Tensor, ends: torch.Tensor) -> None:
-        """Count outside elements, and keep the one that is farthest off in units of its size."""
+        """Count outside elements, and keep the one that is farthest off in units of its size and a typical one."""
         row, column = places
         self.rows.index_add_(0, row, torch.ones_like(row, dtype=self.rows.dtype))
         some = slice(0, _MOST_AGAIN)
         values, (low, high) = actual[some].double(), ends[:, some].double()
-        off = torch.maximum(low - values, values - high).nan_to_num(math.inf) / (low.abs() + high.abs() + 1e-300)
+        size = low.abs() + high.abs()
+        # beside a typical element, so that one near zero, where the least difference is large, is not the one shown
+        off = torch.maximum(low - values, values - high).nan_to_num(math.inf) / (size + size.mean() + 1e-300)
         at = int(off.argmax())
         if float(off[at]) > self._far:
             self._far = float(off[at])
@@ -328,46 +330,89 @@ class MergeWriter:
     """Finds the order of a writer, which is that of all its tensors: the last one that fitted is tried first."""
 
     def __init__(self) -> None:
-        self._last: Order | None = None
+        # by whether the delta was merged a second time, which makes other orders
+        self._last: dict[bool, Order] = {}
+        self._nearest: dict[bool, Order] = {}
 
     def recent(self, actual: torch.Tensor, of: LowRankSum) -> Order:
         """Return the order that fitted last, or the plainest one."""
         known = orders(actual.dtype, of.base.dtype, of.left.dtype)
-        return self._last if self._last in known else ONE_ROUNDING
+        last = self._last.get(False)
+        return last if last in known else ONE_ROUNDING
 
-    def judge(self, actual: torch.Tensor, of: LowRankSum, *, is_twice: bool = False) -> OutsideElements:
+    def judge(self, actual: torch.Tensor, of: LowRankSum) -> OutsideElements:
         """Judge a tensor by the order that leaves the fewest elements outside, the first one of several.
 
-        Orders are tried on some rows first, and one that explains these on all. Where no order can explain the tensor,
-        only a part of it is looked at.
+        Where no order can explain the tensor, the number of outside elements is that of some rows.
+        """
+        best, rows = self._search(actual, of, is_twice=False)
+        if not best.outside or rows.is_whole or best.share > _GIVE_UP:
+            return best
+        estimate = rows.judge(best.order)
+        return estimate if estimate.share > _GIVE_UP else judge(actual, of, best.order)
+
+    def explains(self, actual: torch.Tensor, of: LowRankSum, *, is_twice: bool = False) -> bool:
+        """Report whether some order explains every element of a tensor.
 
         Parameters
         ----------
         is_twice : bool
             Whether the delta was merged a second time, into what the first merge had left.
         """
+        if not of.scaling and not is_twice:
+            return _is_cast(actual, of.base)
+        best, _ = self._search(actual, of, is_twice=is_twice)
+        return not best.outside
+
+    def _search(self, actual: torch.Tensor, of: LowRankSum, *, is_twice: bool) -> tuple[OutsideElements, _Rows]:
+        """Return what the best order leaves outside, and the rows that orders were tried on last.
+
+        An order is tried on a few rows, then on more, and one that explains these on all: an element that it leaves
+        outside of any of them is enough to refuse it, and one that is beyond all orders to refuse all. Then the order
+        that was nearest to other tensors is as good as any.
+        """
         tried = self._orders_to_try(actual, of, is_twice=is_twice)
         whole = replace(of, scaling=2 * of.scaling) if is_twice else of
-        sample = _Sample.of(actual, of)
+        samples = _Rows.growing(actual, of)
+        more = samples[-2] if len(samples) > 1 else samples[-1]
         best: OutsideElements | None = None
         for order in tried:
-            is_new_tf32 = order.tf32 and order is not self._last
+            is_new_tf32 = order.tf32 and order is not self._last.get(is_twice)
             if is_new_tf32 and best is not None and best.share < _least_in_tf32(actual, whole):
                 continue
-            found = sample.judge(order)
-            if found is None or found.share <= _GIVE_UP:
-                found = judge(actual, of, order)
+            for rows in samples:
+                found = rows.judge(order)
+                if found.outside:
+                    break
             if order.tf32 and not found.outside and not _is_like_tf32(actual, whole, order):
                 continue
             if best is None or found.share < best.share:
                 best = found
             if not found.outside:
-                self._last = order
-                return found
-            if order is tried[0] and found.share > _GIVE_UP and _hopeless(actual, whole):
-                return judge(actual, of, order)
+                self._last[is_twice] = self._nearest[is_twice] = order
+                return found, samples[-1]
+            if order is tried[0] and found.share > 0 and self._is_beyond_all(samples, is_twice=is_twice):
+                nearest = self._nearest.get(is_twice)
+                return self._outside(samples, nearest if nearest in tried else order), more
         assert best is not None
-        return judge(actual, of, best.order, patient=True)
+        self._nearest[is_twice] = best.order
+        return best, more
+
+    def _outside(self, samples: list[_Rows], order: Order) -> OutsideElements:
+        """Return the elements outside of an order in the first rows that have any."""
+        for rows in samples:
+            found = rows.judge(order)
+            if found.outside:
+                return found
+        raise AssertionError("an element that is beyond all orders is outside of each")
+
+    def _is_beyond_all(self, samples: list[_Rows], *, is_twice: bool) -> bool:
+        """Return whether some element is beyond all orders; many of them, where no order is known to be near."""
+        beyond = 0.0
+        for rows in samples[:2]:
+            if rows is samples[0] or rows.actual.numel() <= _BLOCK:
+                beyond = max(beyond, part_beyond_all(rows.actual, rows.of_rows, is_twice=is_twice))
+        return beyond > _GIVE_UP or (beyond > 0 and is_twice in self._nearest)
 
     def _orders_to_try(self, actual: torch.Tensor, of: LowRankSum, *, is_twice: bool) -> list[Order]:
         """Return the orders that a writer may have taken, the one that fitted last first."""
@@ -375,44 +420,94 @@ class MergeWriter:
         if is_twice:
             stored = dict.fromkeys((actual.dtype, of.base.dtype))
             tried = [replace(order, between=dtype) for order in tried for dtype in stored]
-        if self._last in tried:
-            tried = [self._last, *tried]
+        last = self._last.get(is_twice)
+        if last in tried:
+            tried = [last, *tried]
         return list(dict.fromkeys(tried))
 
 
 @dataclass(frozen=True, slots=True)
-class _Sample:
-    """Rows of a tensor, evenly taken, on which orders are tried; `of_rows` is None of a small tensor."""
+class _Rows:
+    """Rows of a tensor, one of each `step`, on which orders are tried."""
 
     actual: torch.Tensor
-    of_rows: LowRankSum | None
+    of_rows: LowRankSum
+    step: int
+
+    @property
+    def is_whole(self) -> bool:
+        return self.step == 1
 
     @classmethod
-    def of(cls, actual: torch.Tensor, of: LowRankSum) -> _Sample:
-        """Take the rows of a tensor; one that has hardly more of them is tried as a whole."""
-        step = of.shape[0] // _TRIED
-        if step < 2:
-            return cls(actual, None)
-        rows = slice(None, None, step)
-        return cls(actual[rows].contiguous(), of.part(rows))
+    def growing(cls, actual: torch.Tensor, of: LowRankSum) -> list[_Rows]:
+        """Return a few rows, more of them, and all; of a small tensor all alone."""
+        samples = []
+        for size in _TRIED:
+            step = of.shape[0] // size
+            if step > 1:
+                rows = slice(None, None, step)
+                samples.append(cls(actual[rows].contiguous(), of.part(rows), step))
+        return [*samples, cls(actual, of, 1)]
 
-    def judge(self, order: Order) -> OutsideElements | None:
-        """Return the elements of these rows that an order does not explain; None of a small tensor."""
-        return None if self.of_rows is None else judge(self.actual, self.of_rows, order, patient=True)
+    def judge(self, order: Order) -> OutsideElements:
+        """Return the elements of these rows that an order does not explain, by the rows of the tensor."""
+        found = judge(self.actual, self.of_rows, order, patient=not self.is_whole)
+        if found.worst is not None:
+            row, column, actual, low, high = found.worst
+            found.worst = row * self.step, column, actual, low, high
+        return found
 
 
-def _hopeless(actual: torch.Tensor, of: LowRankSum) -> bool:
-    r"""Report whether no order can explain a tensor: many sampled elements are outside the sum of all roundings.
+def _is_cast(actual: torch.Tensor, base: torch.Tensor) -> bool:
+    """Report whether a tensor is the base, cast to its dtype by way of a half type or not."""
+    few = slice(None, None, max(1, len(actual) // _TRIED[0]))
+    return bool(rows_of_base(actual[few], base[few]).all()) and bool(rows_of_base(actual, base).all())
 
-    Each of at most six roundings, of W, A, B, B·A, the delta and the sum, and the last one, is a unit roundoff of
-    :math:`|W| + |s| \lVert B_i \rVert \lVert A_j \rVert`, TF32 products two of float16's.
+
+def rows_of_base(actual: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
+    """Return which rows of a matrix are the base's, cast to its dtype by way of a half type or not: `(rows,)` bool."""
+    equal = _equal_rows(actual, base.to(actual.dtype))
+    for half in HALF_TYPES:
+        if half not in (actual.dtype, base.dtype) and not bool(equal.all()):
+            equal |= _equal_rows(actual, base.to(half).to(actual.dtype))
+    return equal
+
+
+def _equal_rows(actual: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    equal = actual == expected
+    rows = equal.all(dim=1)
+    if not bool(rows.all()) and not bool(actual.sum().isfinite()):
+        # what is not finite is judged apart, and equals anything here
+        rows = (equal | ~actual.isfinite()).all(dim=1)
+    return rows
+
+
+def part_beyond_all(actual: torch.Tensor, of: LowRankSum, *, is_twice: bool = False) -> float:
+    r"""Return the part of the elements that no order of roundings explains.
+
+    Each rounds the weight before by a unit roundoff where its dtype is another than that of the sum, and each sum; of
+    A, B, s·B, B·A and the delta by one each of :math:`|s| \lVert B_i \rVert \lVert A_j \rVert`, and products in TF32
+    by two units of its 11 bits.
     """
-    rows = of.sample
-    delta, base = of.delta(rows), of.base[rows].double()
-    unit = max(UNIT_ROUNDOFF.get(one, 1.0) for one in (actual.dtype, of.base.dtype, of.left.dtype, torch.float16))
-    size = of.left[rows].double().norm(dim=1, keepdim=True) * of.right.double().norm(dim=0) * abs(of.scaling)
-    far = ~((actual[rows].double() - base - delta).abs() <= 8 * unit * (base.abs() + size))
-    return float(far.double().mean()) > _GIVE_UP
+    base, delta = of.base.double(), of.delta(slice(None))
+    once = base + delta
+    sums = once.abs()
+    exact = once
+    if is_twice:
+        exact = once + delta
+        sums = sums + exact.abs()
+    halves = [dtype for dtype in (actual.dtype, of.base.dtype, of.left.dtype) if dtype in HALF_TYPES]
+    unit = max(UNIT_ROUNDOFF.get(dtype, 1.0) for dtype in (actual.dtype, *halves))
+    norms = of.left.double().norm(dim=1, keepdim=True) * of.right.double().norm(dim=0) * abs(of.scaling)
+    is_cast = any(half != of.base.dtype for half in halves)
+    off_base = base.abs() if is_cast else 0.0
+    # the last rounding is to the folder's dtype, after one to another half type or to float32
+    of_sums = unit * sums * 1.01 + UNIT_ROUNDOFF.get(actual.dtype, 1.0) * exact.abs() * (1.01 if is_cast else 0.0)
+    off_product = 1.01 * (Precision.TF32.product_error + gamma(of.left.shape[1] + 2, 2 * UNIT_ROUNDOFF[torch.float32]))
+    allowed = of_sums + unit * off_base + (8 * unit + off_product) * norms * (2 if is_twice else 1)
+    smallest = max(HALF_SMALLEST_SUBNORMAL.get(dtype, 0.0) for dtype in (actual.dtype, *halves))
+    is_beyond = ~((actual.double() - exact).abs() <= allowed + 8 * smallest) & actual.isfinite()
+    return float(is_beyond.double().mean())
 
 
 def _least_in_tf32(actual: torch.Tensor, of: LowRankSum) -> float:

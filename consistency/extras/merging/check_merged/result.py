@@ -259,7 +259,7 @@ def _explained(causes: tuple[MergeCause, ...], states: list[TensorState], folder
         message="; or ".join(sentences),
         tensors=_names(states),
         detail=tuple(_detail(state, texts[state.name]) for state in detailed_states[:_MOST_DETAIL]),
-        next=causes[0].todo,
+        next=states[0].advice or causes[0].todo,
     )
 
 
@@ -300,10 +300,12 @@ def _detail(state: TensorState, text: str) -> str:
         return f"{state.name}   {text}"
     if state.worst is None or state.causes:
         return f"{state.name}   {state.reason}" if state.reason else state.name
+    measure = f"{state.reason}; " if state.reason and state.role == "adapted" else ""
     index, actual, low, high = state.worst
     expected = f"{low:.9g}" if low == high else f"{low:.9g} to {high:.9g}"
     position = ", ".join(map(str, index))
-    return f"{state.name}   {state.outside} of {state.elements} elements; [{position}] is {actual:.9g}, not {expected}"
+    element = f"[{position}] is {actual:.9g}, not {expected}"
+    return f"{state.name}   {measure}{state.outside} of {state.elements} elements; {element}"
 
 
 def _unpaired(folder: MergedFolder) -> Iterator[Finding]:

@@ -44,6 +44,8 @@ class TensorState:
         Whether the adapter has something for it that adds nothing: a factor of zeros.
     reason : str
         Why it is missing, unexpected, skipped or wrong, in a few words.
+    advice : str
+        What to do, where its measure says more than the kind of finding.
     keys : tuple of str
         Its names in the folder, where they are others.
     difference : Difference or None
@@ -61,6 +63,7 @@ class TensorState:
     causes: Explanations = field(default_factory=dict)
     is_delta_zero: bool = False
     reason: str = ""
+    advice: str = ""
     keys: tuple[str, ...] = ()
     difference: Difference | None = None
 

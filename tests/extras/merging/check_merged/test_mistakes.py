@@ -170,7 +170,7 @@ def test_the_delta_of_another_layer_has_that_layers_scaling(tmp_path: Path) -> N
         found = checked(case, tmp_path, tensors)
         assert kinds(found) == [MergeCause.OTHER_LAYER]
     tensors[Q] = (case.tensors[Q].double() + 1.1 * case.delta(FIRST_Q)).float()
-    assert kinds(checked(case, tmp_path, tensors)) == [MergeCause.OFF]
+    assert kinds(checked(case, tmp_path, tensors)) == [MergeCause.OTHER_ADAPTER]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -240,7 +240,7 @@ def test_saved_modules_are_dropped(tmp_path: Path) -> None:
 
 def test_a_tensor_that_is_saved_whole_and_adapted_besides(tmp_path: Path) -> None:
     case, key = llama(tmp_path), f"{PREFIX}{Q.replace('.weight', '.base_layer.weight')}"
-    saved = case.tensors[Q] + 1
+    saved = random({Q: tuple(case.tensors[Q].shape)}, seed=5)[Q]
     change_adapter(case, lambda t: t.update({key: saved}))
     right = {**case.right(), Q: (saved.double() + case.delta(Q)).float()}
     assert kinds(checked(case, tmp_path, right)) == []
@@ -288,7 +288,7 @@ def test_one_element_is_off_by_two_roundings(tmp_path: Path, dtype: torch.dtype,
 
 
 def test_a_base_of_four_bits(tmp_path: Path) -> None:
-    from consistency.extras.merging.check_merged.explain import _NF4
+    from consistency.extras.merging.check_merged.levels import _NF4
 
     case = llama(tmp_path)
     table = torch.tensor(_NF4)
@@ -328,7 +328,9 @@ def test_keys_that_match_nothing(tmp_path: Path) -> None:
 def test_a_scaling_that_is_a_little_off_is_no_product_in_tf32(tmp_path: Path, factor: float) -> None:
     """Each element is within what products in TF32 may be off, but all are off the same way."""
     case = llama(tmp_path)
-    assert kinds(checked(case, tmp_path, {**case.right(), Q: case.with_delta(Q, factor)})) == [MergeCause.OFF]
+    found = checked(case, tmp_path, {**case.right(), Q: case.with_delta(Q, factor)})
+    assert kinds(found) == [MergeCause.WRONG_SCALE]
+    assert f"{4 * factor:.6g}, fitted, instead of 4" in message(found, MergeCause.WRONG_SCALE)
 
 
 def test_products_in_tf32_are(tmp_path: Path) -> None:

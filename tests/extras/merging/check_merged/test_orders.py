@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from consistency.extras.merging.check_merged.causes import MergeCause
-from consistency.extras.merging.check_merged.orders import Effect, LowRankSum, MergeWriter, Order, judge, orders
+from consistency.extras.merging.check_merged.orders import (
+    Effect,
+    LowRankSum,
+    MergeWriter,
+    Order,
+    _Product,
+    judge,
+    orders,
+    part_beyond_all,
+)
 from tests.extras.merging.check_merged.made_merges import checked, kinds, llama, random
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -154,3 +164,38 @@ def test_the_loss_is_said(tmp_path: Path) -> None:
     (note,) = (one.message for one in found.findings if one.kind == MergeCause.LOSS)
     assert note.startswith("rounding to bfloat16 took")
     assert "merged and saved in float32" in note
+
+
+@pytest.mark.parametrize("stored", [F32, BF16, F16])
+@pytest.mark.parametrize("base", [F32, BF16, F16])
+@pytest.mark.parametrize("adapter", [F32, BF16, F16])
+@pytest.mark.parametrize("size", [0.01, 30.0])
+def test_no_order_is_beyond_all_orders(
+    stored: torch.dtype, base: torch.dtype, adapter: torch.dtype, size: float
+) -> None:
+    """Large and small deltas, weights that a delta takes to near zero, and numbers below the normal ones."""
+    w, b, a = matrices(base, adapter, size=size)
+    w, b, a = w[:24, :64].clone(), b[:24].clone(), a[:, :64].clone()
+    w[:8] = (-1.7 * b[:8].double() @ a.double()).to(base)
+    w[8:16] *= 1e-6
+    b[12:20] *= 1e-5
+    for order in orders(stored, base, adapter):
+        for between in (None, stored):
+            twice = between is not None
+            product = _Product(LowRankSum(w, b, a, 1.7), replace(order, between=between))
+            ends = product.ends(slice(0, len(w)))
+            for values in (product.once(slice(0, len(w)), torch.empty(w.shape)), *ends, *ends.float()):
+                beyond = part_beyond_all(values.to(stored), LowRankSum(w, b, a, 1.7), is_twice=twice)
+                assert beyond == 0, (order, twice)
+
+
+def test_a_tensor_beyond_all_orders_is_never_right() -> None:
+    """One element that is off in a row that the first sample lacks, with an order that was near to others."""
+    w, b, a = matrices(BF16, F32)
+    writer, of = MergeWriter(), LowRankSum(w, b, a, 1.7)
+    assert writer.judge(safe(w, b, a, 1.7), of).outside == 0
+    for row in range(0, 96, 5):
+        changed = safe(w, b, a, 1.7)
+        changed[row, 7] += 0.25
+        assert writer.judge(changed, of).outside == 1
+        assert not writer.explains(changed, of)
