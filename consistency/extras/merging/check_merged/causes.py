@@ -154,6 +154,11 @@ class MergeCause(Explanation):
         "{}",
         "resize the base before the merge, as for the training, or give the resized base",
     )
+    DOES_NOT_LOAD = (
+        "does-not-load",
+        "{}",
+        "save the merged model again by save_pretrained(), which writes weights and config.json for each other",
+    )
     FILES = (
         "weight-files",
         "{}",

@@ -17,10 +17,12 @@ from consistency.case.checkpoint import read_json
 from consistency.devices.cores import available_cores
 from consistency.extras.merging.check_merged import names
 from consistency.extras.merging.check_merged.adapter import Adapter, Replaced, on_model, open_adapter
+from consistency.extras.merging.check_merged.beside import settings_findings
 from consistency.extras.merging.check_merged.causes import MergeCause
 from consistency.extras.merging.check_merged.folder import Folder, Stored
 from consistency.extras.merging.check_merged.formats import open_weights
 from consistency.extras.merging.check_merged.judge import TensorJudge
+from consistency.extras.merging.check_merged.loads import loading_problems
 from consistency.extras.merging.check_merged.non_finite import broken_tensors
 from consistency.extras.merging.check_merged.state import MergedFolder, TensorState
 from consistency.numerics.dtype import name_of
@@ -219,6 +221,15 @@ class _FolderCheck:
         self._add_half_types()
         _name_exchanged_layers(wrong)
         self._explain_by_part_left_out(wrong)
+        self._check_loading()
+
+    def _check_loading(self) -> None:
+        """Add what of the folder transformers does not load, and what lies beside the weights and is not the base's."""
+        absent = {state.name for state in self.result.tensors if state.status == "missing"}
+        problems, not_checked = loading_problems(self._case, self._before, self._after, absent)
+        self.result.problems += problems
+        self.result.not_checked += not_checked
+        self.result.settings += settings_findings(self._case, self._before, self._after, self.result.dtype)
 
     def _explain_by_another_base(self, wrong: list[TensorState]) -> None:
         """Give the cause to unexplained tensors where more untouched matrices are changed than are the base's."""

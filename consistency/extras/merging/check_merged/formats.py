@@ -167,6 +167,7 @@ def _mlx(folder: Folder) -> None:
         name, offset = f"{layer}.weight", f"{layer}.biases"
         if name not in folder.tensors or folder.tensors[name].dtype != torch.uint32:
             continue
+        folder.reader = "MLX"
         if not bits or offset not in folder.tensors:
             folder.unread[name] = f"MLX's format without {'offsets' if bits else 'a number of bits'} {_UNREAD}"
             for part in {key, offset} & folder.tensors.keys():
@@ -212,7 +213,7 @@ def _gguf(path: Path, files: list[Path], like: Folder) -> Folder:
     by_name = {tensor.name: tensor for tensor in reader.tensors}
     blocks = 1 + max((int(m[1]) for name in by_name if (m := re.match(r"blk\.(\d+)\.", name))), default=0)
     mapping = gguf.get_tensor_name_map(arch, blocks)
-    found = Folder(path=path, tensors={}, config=like.config)
+    found = Folder(path=path, tensors={}, config=like.config, reader="llama.cpp")
     for name, stored in like.tensors.items():
         tensor = by_name.pop(mapping.get_name(name, try_suffixes=(".weight", ".bias")) or "", None)
         if tensor is None:

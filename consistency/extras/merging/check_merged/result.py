@@ -119,6 +119,7 @@ def as_comparison(folder: MergedFolder, case: Case, label: str) -> Comparison:
     findings = in_order(
         [
             *_problems(folder.problems),
+            *folder.settings,
             *_remarks(folder.remarks),
             *about_tensors,
             *_unpaired(folder),
@@ -145,6 +146,7 @@ def as_comparison(folder: MergedFolder, case: Case, label: str) -> Comparison:
         architectures=(ArchitectureGroup(name="weights", workers=names),),
         tensors=tuple(_row(state, label) for state in folder.tensors),
         findings=findings,
+        not_checked=tuple(folder.not_checked),
     )
 
 
@@ -198,7 +200,7 @@ def _problems(problems: Sequence[Problem]) -> Iterator[Finding]:
             severity=severity,
             message=cause.sentence("; ".join(text for text in texts if text)),
             tensors=tuple(tensors),
-            next=None if severity == "note" else cause.todo,
+            next=None if severity == "note" else alike[0].todo or cause.todo,
         )
 
 
@@ -337,7 +339,7 @@ def _not_judged(folder: MergedFolder) -> Iterator[Finding]:
 def _notes(folder: MergedFolder) -> Iterator[Finding]:
     """Yield how names were matched, how the writer rounded, and what that took of the adapter's effect."""
     if folder.mapping:
-        yield Finding(kind=NAMES, severity="note", message=f"names matched {'; '.join(folder.mapping)}")
+        yield Finding(kind=NAMES, severity="note", message=f"names matched: {'; '.join(folder.mapping)}")
     if folder.orders:
         texts = []
         for order, count in folder.orders.items():
@@ -456,6 +458,13 @@ def _other_texts(counts: _Counts) -> Iterator[str]:
         yield f"{counted(counts.skipped, 'tensor')} could not be judged"
 
 
+def _does_not_load(comparison: Comparison) -> bool:
+    """Return whether transformers does not load the folder, or not all of it."""
+    return any(
+        finding.kind == MergeCause.DOES_NOT_LOAD and finding.severity == "error" for finding in comparison.findings
+    )
+
+
 def _heading(comparison: Comparison, counts: _Counts) -> str:
     """Return the verdict in capitals: what the folder is."""
     if comparison.verdict != "inconsistent":
@@ -470,6 +479,7 @@ def _heading(comparison: Comparison, counts: _Counts) -> str:
     if counts.base_alone == counts.adapted:  # no adapted tensor at all, too
         return "NOT MERGED"
     if counts.right + counts.base_alone + counts.missing == counts.adapted:
-        is_partial = counts.base_alone or counts.missing
-        return "NOT MERGED WHOLE" if is_partial else "MERGED, AND WRONG BESIDE"
+        if counts.base_alone or counts.missing:
+            return "NOT MERGED WHOLE"
+        return "MERGED, AND DOES NOT LOAD" if _does_not_load(comparison) else "MERGED, AND WRONG BESIDE"
     return "WRONGLY MERGED"

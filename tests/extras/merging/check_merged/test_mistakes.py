@@ -391,11 +391,12 @@ def test_a_head_that_differs_from_its_embedding(tmp_path: Path, tied: bool) -> N
 def test_more_rows(tmp_path: Path, right: bool) -> None:
     case = llama(tmp_path)
     tensors = case.right()
-    tensors["model.embed_tokens.weight"] = torch.cat(
-        (case.tensors["model.embed_tokens.weight"] + (not right), torch.zeros(3, 32))
-    )
-    found = checked(case, tmp_path, tensors)
-    assert f"has 67 rows, the base 64: the first 64 are {'right' if right else 'wrong'}" in message(
-        found, MergeCause.RESIZED
-    )
+    tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"] + (not right)
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        tensors[name] = torch.cat((tensors[name], torch.zeros(3, 32)))
+    settings = json.loads((case.base / "config.json").read_text()) | {"vocab_size": 67}
+    found = checked(case, tmp_path, tensors, settings)
+    verdict = "right" if right else "wrong"
+    expected = f"embed_tokens.weight has 67 rows, the base 64: the first 64 are {verdict}"
+    assert expected in message(found, MergeCause.RESIZED)
     assert (found.verdict == "consistent") is right

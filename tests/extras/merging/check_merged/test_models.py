@@ -258,5 +258,6 @@ def test_a_folder_with_other_prefixes(tmp_path: Path) -> None:
             tensors[f"thinker.{name}"] = tensors.pop(name)
 
     found = made.changed(rename)
-    assert (found.verdict, kinds(found)) == ("consistent", [])
+    assert kinds(found) == [MergeCause.DOES_NOT_LOAD], "its own config.json makes no thinker"
+    assert all(one.status != "outside" for row in found.tensors for one in row.outcomes)
     assert any("by the prefix thinker. for " in one.message for one in found.findings), found.findings
