@@ -23,6 +23,11 @@ class MergeCause(Explanation):
         "{} hold the base alone",
         "look in the log of the merge for layers and keys that it skipped, and merge again",
     )
+    ADAPTER_LEFT_OUT = (
+        "adapter-left-out",
+        "{} hold the base and not all of the adapters",
+        "merge what is left out too, or check the folder without it",
+    )
     TOWER_LEFT_OUT = (
         "tower-left-out",
         "a whole part of the model holds the base alone, {}",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from consistency.extras.merging.check_merged.judge import TensorJudge
 from consistency.extras.merging.check_merged.loads import loading_problems
 from consistency.extras.merging.check_merged.non_finite import broken_tensors
 from consistency.extras.merging.check_merged.state import MergedFolder, TensorState
+from consistency.extras.merging.check_merged.summed import add_up
 from consistency.numerics.dtype import name_of
 from consistency.worker.model.saved_adapter.loaded import remarks_on
 from consistency.worker.model.weight_files import WeightFiles
@@ -39,62 +40,94 @@ _HEADS = frozenset({"lm_head", "output", "decoder", "embed_out"})
 """Names of the module that makes logits, which may be tied to the embedding."""
 
 
-def check(case: Case, merged: Path) -> MergedFolder:
-    """Check whether a folder, or a file, holds the base + the adapter of a case.
+def check(cases: Sequence[Case], merged: Path, weights: Sequence[float] = ()) -> MergedFolder:
+    """Check whether a folder, or a file, holds the base + the adapters of some cases.
 
     Without an adapter it is told what differs from the base.
+
+    Parameters
+    ----------
+    cases : sequence of Case
+        One for each adapter, or one without an adapter, all of the same base.
+    weights : sequence of float
+        A factor for each adapter; empty for 1.
 
     Raises
     ------
     InputError
-        One of them cannot be read.
+        One of them cannot be read, or the adapters have no sum.
     """
+    case = cases[0]
     before = open_weights(Path(case.base), allow_pickle=case.allow_pickle)
     after = open_weights(merged, allow_pickle=case.allow_pickle, like=before)
-    folder_check = _FolderCheck(case, before, after)
+    folder_check = _FolderCheck(cases, weights, before, after)
     folder_check.check()
     return folder_check.result
 
 
 class _FolderCheck:
-    """A check of one folder: base, adapter and folder by the same names."""
+    """A check of one folder: base, adapters and folder by the same names."""
 
-    def __init__(self, case: Case, before: Folder, after: Folder) -> None:
-        self._case, self._before, self._after = case, before, after
+    def __init__(self, cases: Sequence[Case], weights: Sequence[float], before: Folder, after: Folder) -> None:
+        self._cases, self._case, self._before, self._after = cases, cases[0], before, after
         self._model: Any = None  # transformers', without weights, where names had to be matched by it
         self.result = MergedFolder(problems=list(after.problems))
-        self._broken: list[tuple[str, str]] = []  # tensors of the adapter's file that are not finite, and where
+        self._broken: list[tuple[str, str]] = []  # tensors of the adapters' files that are not finite, and where
         self._base, self._merged = before.tensors, after.tensors
-        self._compares_bases = case.adapter is None
-        adapter: Adapter | None = Adapter()
-        if case.adapter is not None:
-            adapter = open_adapter(Path(case.adapter), self._base, allow_pickle=case.allow_pickle)
-            files = WeightFiles.of_adapter(case.adapter, allow_pickle=case.allow_pickle)
-            self._broken = list(broken_tensors(files))
-            config = read_json(Path(case.adapter) / "adapter_config.json")
-            self.result.remarks += remarks_on(((name, files.read(name)) for name in files.names()), config)
+        self._compares_bases = self._case.adapter is None
+        adapters = self._open_adapters()
         # First by names alone, which is quick; by transformers' model only where names are left over on both sides.
         merged, mapping = names.renamed(self._merged, self._base)
-        expected = self._base if self._compares_bases or adapter is None else adapter.targets
-        if adapter is None or (merged.keys() - self._base.keys() and expected.keys() - merged.keys()):
-            adapter = self._match_by_model(case, adapter)
+        expected = set(self._base)
+        if not self._compares_bases:
+            expected = {name for adapter in adapters if adapter is not None for name in adapter.targets}
+        if None in adapters or (merged.keys() - self._base.keys() and expected - merged.keys()):
+            adapters = [self._match_by_model(case, adapter) for case, adapter in zip(cases, adapters, strict=True)]
             merged, mapping = names.renamed(self._merged, self._base)
-        self._merged, self._adapter = merged, adapter
+        self._merged = merged
         self.result.mapping += mapping
-        if adapter.drawn is not None:
-            self.result.remarks.append(adapter.drawn)
+        self._adapter = self._added_up([adapter for adapter in adapters if adapter is not None], weights)
+        if self._adapter.drawn is not None:
+            self.result.remarks.append(self._adapter.drawn)
         self.result.dtype = _most_frequent_dtype(self._merged.values())
         self._judge = TensorJudge(
-            adapter=adapter, before=before, after=after, result=self.result, compares_bases=self._compares_bases
+            adapter=self._adapter, before=before, after=after, result=self.result, compares_bases=self._compares_bases
         )
+
+    def _open_adapters(self) -> list[Adapter | None]:
+        """Return each adapter, None for one that takes a model; note what is broken in their files."""
+        if self._compares_bases:
+            return [Adapter()]
+        adapters = []
+        for case in self._cases:
+            assert case.adapter is not None
+            adapters.append(open_adapter(Path(case.adapter), self._base, allow_pickle=case.allow_pickle))
+            files = WeightFiles.of_adapter(case.adapter, allow_pickle=case.allow_pickle)
+            self._broken += broken_tensors(files)
+            config = read_json(Path(case.adapter) / "adapter_config.json")
+            self.result.remarks += remarks_on(((name, files.read(name)) for name in files.names()), config)
+        return adapters
+
+    def _added_up(self, adapters: Sequence[Adapter], weights: Sequence[float]) -> Adapter:
+        """Return what all adapters do together."""
+        if len(adapters) == 1 and not weights:
+            return adapters[0]
+        paths = [str(case.adapter) for case in self._cases]
+        short = [Path(path).name for path in paths]
+        labels = short if len(set(short)) == len(short) else paths
+        if len(set(labels)) < len(labels):  # the same adapter, given twice
+            labels = [f"{label} ({number})" for number, label in enumerate(labels, 1)]
+        return add_up(dict(zip(labels, adapters, strict=True)), weights)
 
     def _match_by_model(self, case: Case, adapter: Adapter | None) -> Adapter:
         """Bring base, folder and adapter to the names of transformers' model; return the adapter."""
-        model = self._model = names.model_of(case)
+        model = names.model_of(case)  # a new one for each adapter: PEFT puts its layers into it
         if model is not None:
             self._base = names.in_model(self._before, model)
             self._merged = names.in_model(self._after, model)
-            self.result.mapping.append(f"by transformers' names of {type(model).__name__}")
+            if self._model is None:
+                self.result.mapping.append(f"by transformers' names of {type(model).__name__}")
+        self._model = model
         if adapter is not None and (self._compares_bases or model is None):
             return adapter
         return on_model(case, model, self._base, _most_frequent_dtype(self._merged.values()))

@@ -35,6 +35,7 @@ from consistency.extras.merging.check_merged.orders import (
     same_bits,
 )
 from consistency.extras.merging.check_merged.state import MergedFolder, TensorState
+from consistency.extras.merging.check_merged.summed import SummedTarget, SumWriter
 from consistency.numerics.dtype import UNIT_ROUNDOFF, name_of
 from consistency.numerics.typed import HALF_TYPES
 
@@ -71,7 +72,7 @@ class TensorJudge:
         self.low_rank_targets = [target for target in adapter.targets.values() if isinstance(target, LowRankTarget)]
         # Tensors whose values went through a half type that is not their own, and its name.
         self.half_types: dict[str, str] = {}
-        self._writer, self._counting = MergeWriter(), threading.Lock()
+        self._writer, self._sum_writer, self._counting = MergeWriter(), SumWriter(), threading.Lock()
         self._in_vain = 0
 
     def judge(self, name: str, base: Stored, merged: Stored, target: Target | None) -> TensorState:
@@ -196,6 +197,8 @@ class TensorJudge:
         with self._counting:
             self._result.effect.include(effect)
             self._result.orders.update(orders)
+        if wrong and isinstance(target, SummedTarget) and self._is_merged_in_turn(state, question, target):
+            return
         if not wrong:
             return
         matrix_elements = question.base[0].numel()
@@ -206,9 +209,23 @@ class TensorJudge:
             # As many indices as the tensor has dimensions: the matrix of a vector is a column.
             index = {1: (row,), 2: (row, column)}.get(actual.dim(), (number, row, column))
             state.worst = (index, values[0], values[1], values[2])
-        state.causes = explain(question)
+        state.causes = state.causes or explain(question)
         if not state.causes:
             self._in_vain += 1
+
+    def _is_merged_in_turn(self, state: TensorState, question: MergeQuestion, target: SummedTarget) -> bool:
+        """Return whether several adapters were merged one after the other; else name those that are left out."""
+        pairs = list(enumerate(zip(question.actual, question.base, strict=True)))
+        judged = [self._sum_writer.judge(matrix, base, target, number) for number, (matrix, base) in pairs]
+        if not any(one.outside for one in judged):
+            with self._counting:
+                self._result.orders.update(one.order for one in judged)
+            return True
+        number, (matrix, base) = max(pairs, key=lambda pair: judged[pair[0]].outside)
+        left_out = self._sum_writer.left_out(matrix, base, target, number)
+        if left_out:
+            state.causes = {MergeCause.ADAPTER_LEFT_OUT: f"{left_out} is left out"}
+        return False
 
     def _judge_untouched(self, state: TensorState, actual: torch.Tensor, before: torch.Tensor) -> None:
         """Judge a tensor that should be the base's, in its own dtype."""
@@ -258,7 +275,9 @@ class TensorJudge:
         if rows == 0 or base.shape[1:] != merged.shape[1:]:
             state.mark_wrong(state.elements, f"shape {list(merged.shape)}, the base has {list(base.shape)}")
             return
-        if isinstance(target, LowRankTarget):
+        if isinstance(target, SummedTarget):
+            target = target.first_rows(rows)
+        elif isinstance(target, LowRankTarget):
             target = replace(target, left=target.left[:, :rows])
         self._judge_unquantized(state, merged.read()[:rows], base.read()[:rows], target)
         result = "are right" if state.status in ("equal", "within") else "are wrong"

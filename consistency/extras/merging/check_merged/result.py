@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from consistency.comparison.result import (
     verdict_of,
     with_provenance,
 )
+from consistency.errors import UsageError
 from consistency.extras.merging.check_merged.causes import CAUSES, MERGED_FOLDER, ROLE, ZERO_DELTA, MergeCause
 from consistency.extras.merging.check_merged.check import check
 from consistency.extras.merging.check_merged.folder import Problem
@@ -64,7 +66,8 @@ def check_merged(
     merged: AnyPath,
     *,
     base: AnyPath,
-    adapter: AnyPath | None = None,
+    adapter: AnyPath | Sequence[AnyPath] | None = None,
+    weights: Sequence[float] = (),
     out: AnyPath | None = None,
     allow_pickle: bool = False,
     trust_remote_code: bool = False,
@@ -76,8 +79,13 @@ def check_merged(
     ----------
     merged : path
         The folder, or one file of weights.
-    base, adapter : path
-        Folders, as `consistency run` takes them. Without an adapter the result tells what differs from the base.
+    base : path
+        A folder, as `consistency run` takes it.
+    adapter : path, or sequence of path
+        Folders of adapters; of several the folder has to hold the sum. Without one the result tells what differs from
+        the base.
+    weights : sequence of float
+        A factor for what each adapter adds, in their order; 1 for all without it.
     out : path, optional
         Folder for the report; nothing is kept without it.
     allow_pickle : bool
@@ -92,30 +100,36 @@ def check_merged(
     ConsistencyError
         One of them cannot be read. A wrong merge is never raised: give the result to `assert_consistent`.
     """
-    folders = [Path(folder) for folder in (base, adapter) if folder is not None]
+    adapters = _paths(adapter)
+    if weights and len(weights) != len(adapters):
+        raise UsageError("not as many weights as adapters", got=f"{len(weights)} and {len(adapters)}")
     target = None if out is None else Path(out)
-    case = Case(
-        name="",
-        base=str(base),
-        adapter=None if adapter is None else str(adapter),
-        allow_pickle=allow_pickle,
-        trust_remote_code=trust_remote_code,
-    )
-    if adapter is not None:
-        recognition.swapped(*folders)
-    recognition.base_folder(folders[0])
+    case = Case(name="", base=str(base), allow_pickle=allow_pickle, trust_remote_code=trust_remote_code)
+    for path in adapters:
+        recognition.swapped(Path(base), path)
+    recognition.base_folder(Path(base))
     if target is not None:
-        refuse_among_weights(target, folders[0], Path(merged), *folders[1:])
+        refuse_among_weights(target, Path(base), Path(merged), *adapters)
     with output(target, replace=replace):  # refused before any work
         started = time.monotonic()
-        folder = check(case, Path(merged))
-        comparison = with_provenance(as_comparison(folder, case, str(merged)), time.monotonic() - started)
-        return write_reports(comparison, target)
+        cases = [msgspec.structs.replace(case, adapter=str(path)) for path in adapters] or [case]
+        folder = check(cases, Path(merged), weights)
+        comparison = as_comparison(folder, case, str(merged), adapters=[str(path) for path in adapters])
+        return write_reports(with_provenance(comparison, time.monotonic() - started), target)
 
 
-def as_comparison(folder: MergedFolder, case: Case, label: str) -> Comparison:
-    """Return the result of a check as a comparison of the folder, called `label`, with base + adapter."""
-    about_tensors = _wrong(folder) if case.adapter is not None else _differences(folder)
+def _paths(adapter: AnyPath | Sequence[AnyPath] | None) -> list[Path]:
+    """Return the folders of the adapters, of which there may be one, several or none."""
+    if adapter is None:
+        return []
+    if isinstance(adapter, str | os.PathLike):
+        return [Path(adapter)]
+    return [Path(path) for path in adapter]
+
+
+def as_comparison(folder: MergedFolder, case: Case, label: str, *, adapters: Sequence[str]) -> Comparison:
+    """Return the result of a check as a comparison of the folder, called `label`, with base + adapters."""
+    about_tensors = _wrong(folder) if adapters else _differences(folder)
     findings = in_order(
         [
             *_problems(folder.problems),
@@ -133,7 +147,7 @@ def as_comparison(folder: MergedFolder, case: Case, label: str) -> Comparison:
     return Comparison(
         case=label,
         base=case.base,
-        adapter=case.adapter,
+        adapter=" + ".join(adapters) or None,
         dtype=folder.dtype,
         level="every element",
         load_paths=(MERGED_FOLDER,),

@@ -112,16 +112,6 @@ def test_diff_names_the_command(case: Case, capsys: pytest.CaptureFixture[str]) 
     assert f"next: consistency check-merged --base {case.base} {folder}" in capsys.readouterr().out
 
 
-def test_a_second_adapter_is_refused(case: Case, capsys: pytest.CaptureFixture[str]) -> None:
-    """The last of two would win, and the right folder of both would be called wrong."""
-    folder = merged(case, right=True)
-    assert main(command(case, folder, "--adapter", "another")) == 2
-    said = capsys.readouterr().err
-    assert "--adapter was given twice" in said
-    assert f"{case.adapter} and another" in said
-    assert "check the last one alone" in said
-
-
 def test_layers_without_a_delta_are_counted_apart(case: Case, capsys: pytest.CaptureFixture[str]) -> None:
     def untrain(tensors: dict[str, torch.Tensor]) -> None:
         for key in tensors:
