@@ -44,6 +44,8 @@ class Stored:
         For a quantized tensor: given exact values, float64, how far quantizing them may be from each.
     codes : callable or None
         For a tensor in 8-bit floats: reads these, without their scales.
+    variants : tuple of callable
+        For a quantized tensor: read the values as other libraries than `read` round them on dequantizing.
     """
 
     name: str
@@ -53,6 +55,7 @@ class Stored:
     read: Callable[[], torch.Tensor]
     step: Callable[[torch.Tensor], torch.Tensor] | None = None
     codes: Callable[[], torch.Tensor] | None = None
+    variants: tuple[Callable[[], torch.Tensor], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

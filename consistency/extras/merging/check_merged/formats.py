@@ -114,6 +114,10 @@ class _Levels(QuantizedWeight):
         found = self.parts["codes"].to(dtype) * self._spread("scale", dtype)
         return found + self._spread("offset", dtype) if "offset" in self.parts else found
 
+    def in_turn(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return the values in a dtype, the product of level and scale rounded to it, and then the sum."""
+        return (self.parts["codes"].to(dtype) * self._spread("scale", dtype)) + self._spread("offset", dtype)
+
     def _spread(self, part: str, dtype: torch.dtype) -> torch.Tensor:
         found = self.parts[part].to(dtype)
         if found.numel() == 1:
@@ -173,7 +177,18 @@ def _mlx(folder: Folder) -> None:
             for part in {key, offset} & folder.tensors.keys():
                 del folder.tensors[part]
             continue
+        stored = {part: folder.tensors[one] for part, one in (("codes", name), ("scale", key), ("offset", offset))}
         _take(folder, name, {"codes": name, "scale": key, "offset": offset}, functools.partial(_of_mlx, bits=bits))
+        if folder.tensors[name].step is not None:
+            in_turn = functools.partial(_in_turn, stored, bits)
+            folder.tensors[name] = replace(folder.tensors[name], variants=(in_turn,))
+
+
+def _in_turn(stored: Mapping[str, Stored], bits: int) -> torch.Tensor:
+    """Return values as MLX dequantizes them: scale times code is rounded to the scale's dtype, and then the sum."""
+    levels = _of_mlx({part: tensor.read() for part, tensor in stored.items()}, bits=bits)
+    assert isinstance(levels, _Levels)
+    return levels.in_turn(stored["scale"].dtype)
 
 
 def _of_mlx(parts: dict[str, torch.Tensor], *, bits: int) -> QuantizedWeight:

@@ -74,6 +74,7 @@ class TensorJudge:
         self.half_types: dict[str, str] = {}
         self._writer, self._sum_writer, self._counting = MergeWriter(), SumWriter(), threading.Lock()
         self._in_vain = 0
+        self._reading = 0  # which of the ways to read the base fitted the last tensor
 
     def judge(self, name: str, base: Stored, merged: Stored, target: Target | None) -> TensorState:
         """Return the state of a tensor that base and folder have; `target` is the adapter's part, if any."""
@@ -90,15 +91,31 @@ class TensorJudge:
         elif merged.shape != base.shape:
             self._judge_resized(state, base, merged, target)
         else:
-            converted_base = self._adapter.bases.get(name)
-            actual = merged.read()
-            before = base.read() if converted_base is None else converted_base
-            self._judge_unquantized(state, actual, before, target)
-            self._try_sixteen_bit_base(state, actual, before, base, target)
+            state = self._judge_readings(state, base, merged, target)
         if state.status == "outside" and name in self._adapter.shared:
             text = f"{self._adapter.shared[name]} adapted modules share {name}, which cannot hold the results of all"
             state.causes = {MergeCause.TIED: text}
         return state
+
+    def _judge_readings(self, state: TensorState, base: Stored, merged: Stored, target: Target | None) -> TensorState:
+        """Judge a tensor by each way to read the base; that which fitted the last one is tried first."""
+        actual, converted_base = merged.read(), self._adapter.bases.get(state.name)
+        if converted_base is not None:
+            self._judge_unquantized(state, actual, converted_base, target)
+            return state
+        readings = (base.read, *base.variants)
+        first = self._reading if self._reading < len(readings) else 0
+        states: dict[int, TensorState] = {}
+        for number in dict.fromkeys((first, *range(len(readings)))):
+            states[number] = judged = replace(state, causes={})
+            before = readings[number]()
+            self._judge_unquantized(judged, actual, before, target)
+            if judged.status != "outside":
+                self._reading = number
+                return judged
+            if number == 0:
+                self._try_sixteen_bit_base(judged, actual, before, base, target)
+        return states[0]
 
     def _try_sixteen_bit_base(
         self, state: TensorState, actual: torch.Tensor, before: torch.Tensor, base: Stored, target: Target | None

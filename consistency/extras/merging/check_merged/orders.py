@@ -73,6 +73,9 @@ class Order:
         Whether the product runs in TF32.
     between : torch.dtype or None
         Dtype of the sum of a first merge, to which a delta is added once more; None where there was one merge.
+    change : torch.dtype or None
+        Dtype of the difference between sum and weight, which is what a writer adds to the weight in the end, as of a
+        merged model; None where the sum itself is taken.
     """
 
     factors: torch.dtype | None = None
@@ -82,6 +85,7 @@ class Order:
     total: torch.dtype | None = None
     tf32: bool = False
     between: torch.dtype | None = None
+    change: torch.dtype | None = None
 
     @property
     def roundings(self) -> int:
@@ -95,6 +99,8 @@ class Order:
         parts = [f"{step} in {name_of(dtype)}" for step, dtype in {**named, "the sum": self.total}.items() if dtype]
         if self.tf32:
             parts.append("products in TF32")
+        if self.change is not None:
+            parts.append(f"the difference from the weight in {name_of(self.change)}, added again")
         if self.between is not None:
             parts.append(f"one adapter after the other, the sum in {name_of(self.between)} between them")
         return ", ".join(parts) or "one rounding"
@@ -118,7 +124,15 @@ def orders(stored: torch.dtype, base: torch.dtype, adapter: torch.dtype) -> list
             Order(factors=first, scaled=half, delta=half, total=total),
         ]
     found.sort(key=lambda one: one.roundings)
-    found += [replace(one, tf32=True) for one in found if not one.factors and not one.scaled]
+    # What fits less often is tried later: a difference that is added again (mergekit), and a sum in another half type.
+    plain = [one for one in found if not one.factors and not one.scaled]
+    found += [replace(one, change=half) for half in halves for one in plain if one.total in (None, half)]
+    if stored == torch.bfloat16 and torch.float16 not in halves:
+        half = torch.float16
+        found += [replace(one, total=half) for one in plain if one.total is None]
+        found += [Order(delta=half, total=half), Order(product=half, delta=half, total=half)]
+        found += [Order(factors=half, product=half, delta=half, total=half)]
+    found += [replace(one, tf32=True) for one in found if not one.factors and not one.scaled and not one.change]
     return list(dict.fromkeys(found))
 
 
@@ -177,6 +191,8 @@ class _Product:
         if order.total not in (None, base.dtype):
             base = rounded(base.float(), order.total)
         merged = self._added_once(rows, base, out)
+        if order.change is not None:
+            return rounded(rounded(merged - base, order.change) + base, order.total)
         if order.between is not None:
             merged = self._added_once(rows, merged.to(order.between, copy=True), out)
         return merged
@@ -218,6 +234,9 @@ class _Product:
         order = self._order
         deltas = self._rounded_delta(ends)
         base = rounded(base.double(), order.total)
+        if order.change is not None:
+            sums = rounded(deltas.add_(base), order.total)
+            return rounded(rounded(sums - base, order.change).add_(base), order.total)
         if order.between is None:
             return rounded(deltas.add_(base), order.total)
         # what one merge left is the base of the other; both have the same delta, so that ends stay ends
