@@ -53,6 +53,11 @@ class MergeCause(Explanation):
         "{} hold base + adapter × another scaling",
         "check lora_alpha, r, use_rslora and the patterns that the merge read",
     )
+    EXCHANGED = (
+        "base-and-merged-exchanged",
+        "{} hold base − adapter, as where base and MERGED are exchanged, or what was never merged is unmerged",
+        "give the merged folder as MERGED, and the one that it was merged from as --base",
+    )
     TRANSPOSED = (
         "transposed-delta",
         "{} hold base + the transposed delta",
@@ -98,6 +103,16 @@ class MergeCause(Explanation):
         "{} hold the plain base + adapter, and this adapter needs the base without what its factors began as",
         "load it by PEFT, which computes that base anew, or save it converted: PEFT's save_pretrained() does that with "
         "path_initial_model_for_weight_conversion",
+    )
+    BACKBONE = (
+        "another-backbone",
+        "{} are not base + adapter, and the adapter is one of LoftQ, which is for a backbone of its own",
+        "give the backbone that LoftQ left as --base: the base that it began from is another model",
+    )
+    PART_OF_ADAPTER = (
+        "part-of-the-adapter",
+        "{} are changed, of layers that adapter_config.json names and its file has nothing for",
+        "give the adapter that was merged: this file is a part of it, as one stage of a pipeline saves",
     )
     FOUR_BIT_BASE = (
         "merged-into-4-bit",

@@ -28,7 +28,7 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     statuses = {0: "it holds base + adapter", 1: "it does not", **BAD_USE, 3: "a part of it could not be judged"}
     parser = command("check-merged", _check, text, EXAMPLES, statuses=statuses)
     parser.add_argument("merged", type=Path, metavar="MERGED", help="folder of merged weights, or a file of them")
-    parser.add_argument("--base", type=Path, action=Once, required=True, metavar="DIR", help="folder of the base")
+    parser.add_argument("--base", action=Once, required=True, metavar="DIR", help="folder or cached hub id of the base")
     parser.add_argument(
         "--adapter",
         type=Path,

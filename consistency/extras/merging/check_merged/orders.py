@@ -132,7 +132,7 @@ def orders(stored: torch.dtype, base: torch.dtype, adapter: torch.dtype) -> list
         found += [replace(one, total=half) for one in plain if one.total is None]
         found += [Order(delta=half, total=half), Order(product=half, delta=half, total=half)]
         found += [Order(factors=half, product=half, delta=half, total=half)]
-    found += [replace(one, tf32=True) for one in found if not one.factors and not one.scaled and not one.change]
+    found += [replace(one, tf32=True) for one in plain]
     return list(dict.fromkeys(found))
 
 

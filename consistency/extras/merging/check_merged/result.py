@@ -16,6 +16,7 @@ from consistency.capture.names import split_name
 from consistency.capture.wording import and_more, counted, layers_text, some
 from consistency.case import recognition
 from consistency.case.case import Case
+from consistency.case.preflight import folder_in_cache
 from consistency.comparison import kinds
 from consistency.comparison.outcomes import gathered
 from consistency.comparison.result import (
@@ -48,7 +49,6 @@ _BASE_ALONE = frozenset(
         MergeCause.NOT_MERGED,
         MergeCause.TOWER_LEFT_OUT,
         MergeCause.EXPERTS_LEFT_OUT,
-        MergeCause.PART_LEFT_OUT,
         MergeCause.SAVED_DROPPED,
     }
 )
@@ -80,7 +80,7 @@ def check_merged(
     merged : path
         The folder, or one file of weights.
     base : path
-        A folder, as `consistency run` takes it.
+        A folder, or a hub id whose repository is in the hub's cache; nothing is downloaded.
     adapter : path, or sequence of path
         Folders of adapters; of several the folder has to hold the sum. Without one the result tells what differs from
         the base.
@@ -100,16 +100,17 @@ def check_merged(
     ConsistencyError
         One of them cannot be read. A wrong merge is never raised: give the result to `assert_consistent`.
     """
-    adapters = _paths(adapter)
+    base_folder = folder_in_cache(str(base), what="base")
+    adapters = [folder_in_cache(str(path), what="adapter") for path in _paths(adapter)]
     if weights and len(weights) != len(adapters):
         raise UsageError("not as many weights as adapters", got=f"{len(weights)} and {len(adapters)}")
     target = None if out is None else Path(out)
-    case = Case(name="", base=str(base), allow_pickle=allow_pickle, trust_remote_code=trust_remote_code)
+    case = Case(name="", base=str(base_folder), allow_pickle=allow_pickle, trust_remote_code=trust_remote_code)
     for path in adapters:
-        recognition.swapped(Path(base), path)
-    recognition.base_folder(Path(base))
+        recognition.swapped(base_folder, path)
+    recognition.base_folder(base_folder)
     if target is not None:
-        refuse_among_weights(target, Path(base), Path(merged), *adapters)
+        refuse_among_weights(target, base_folder, Path(merged), *adapters)
     with output(target, replace=replace):  # refused before any work
         started = time.monotonic()
         cases = [msgspec.structs.replace(case, adapter=str(path)) for path in adapters] or [case]
@@ -262,6 +263,10 @@ def _explained(causes: tuple[MergeCause, ...], states: list[TensorState], folder
     name = states[0].name
     if len(states) == 1 and is_explained and split_name(name)[0] not in texts[name]:
         subject = f"{subject} ({name})"
+    if len(states) > 1 and is_explained and not any(texts.values()):
+        layers = layers_text([split_name(state.name)[0] for state in states])
+    else:
+        layers = ""
     sentences: list[str] = []
     for cause in causes:
         sentence = cause.sentence("they" if sentences else subject)
@@ -272,7 +277,7 @@ def _explained(causes: tuple[MergeCause, ...], states: list[TensorState], folder
     return Finding(
         kind=causes[0],
         severity="error",
-        message="; or ".join(sentences),
+        message=f"{'; or '.join(sentences)}: {layers}" if layers else "; or ".join(sentences),
         tensors=_names(states),
         detail=tuple(_detail(state, texts[state.name]) for state in detailed_states[:_MOST_DETAIL]),
         next=causes[0].todo,
@@ -386,6 +391,7 @@ class _Counts:
     right: int  # hold base + adapter, the unchanged ones too
     unchanged: int  # right, where the adapter adds nothing
     base_alone: int
+    in_part: int  # hold base + adapter in some rows, and the base in the others
     missing: int
     broken: int  # cannot be judged, because the adapter is not finite there
     overflowed: int  # hold NaN or infinity
@@ -397,7 +403,7 @@ class _Counts:
     @property
     def otherwise_wrong(self) -> int:
         """Return the number of adapted tensors that none of the other numbers counts."""
-        counted_ones = self.right + self.base_alone + self.missing + self.broken + self.overflowed
+        counted_ones = self.right + self.base_alone + self.in_part + self.missing + self.broken + self.overflowed
         return self.adapted - counted_ones - self.adapted_skipped
 
 
@@ -413,6 +419,7 @@ def _counts(comparison: Comparison) -> _Counts:
         right=len(right),
         unchanged=sum(ZERO_DELTA in outcome.evidence for outcome in right),
         base_alone=sum(bool(of_tensor) and of_tensor <= _BASE_ALONE for of_tensor in causes),
+        in_part=sum(of_tensor == {MergeCause.PART_LEFT_OUT} for of_tensor in causes),
         missing=sum(outcome.status == "missing" for outcome in adapted),
         broken=sum(of_tensor == {MergeCause.ADAPTER_NOT_FINITE} for of_tensor in causes),
         overflowed=sum(of_tensor == {MergeCause.OVERFLOW} for of_tensor in causes),
@@ -451,6 +458,8 @@ def _adapted_texts(counts: _Counts) -> Iterator[str]:
         yield f"{counts.broken} cannot be judged, since the adapter is not finite there"
     if counts.base_alone:
         yield f"{counts.base_alone} {_holds(counts.base_alone)} the base alone"
+    if counts.in_part:
+        yield f"{counts.in_part} {_holds(counts.in_part)} it in a part of the rows alone"
     if counts.missing:
         yield f"{counts.missing} {_is(counts.missing)} missing"
     if counts.overflowed:
@@ -492,8 +501,8 @@ def _heading(comparison: Comparison, counts: _Counts) -> str:
         return "NOT ALL JUDGED"
     if counts.base_alone == counts.adapted:  # no adapted tensor at all, too
         return "NOT MERGED"
-    if counts.right + counts.base_alone + counts.missing == counts.adapted:
-        if counts.base_alone or counts.missing:
+    if counts.right + counts.base_alone + counts.in_part + counts.missing == counts.adapted:
+        if counts.base_alone or counts.in_part or counts.missing:
             return "NOT MERGED WHOLE"
         return "MERGED, AND DOES NOT LOAD" if _does_not_load(comparison) else "MERGED, AND WRONG BESIDE"
     return "WRONGLY MERGED"

@@ -197,7 +197,8 @@ class SumWriter:
         tried: list[tuple[Order, tuple[int, ...]]] = []
         adapter_dtypes = dict.fromkeys(one.left.dtype for one in sums)
         for adapter in adapter_dtypes:
-            for order in orders(actual.dtype, base, adapter):
+            # TF32 is left out: over two merges its room is wide enough to hide a wrong element of a half type
+            for order in [one for one in orders(actual.dtype, base, adapter) if one.change is None and not one.tf32]:
                 for between in dict.fromkeys((actual.dtype, base, torch.float32)):
                     for sequence in itertools.permutations(range(len(sums))):
                         tried.append((replace(order, between=between), sequence))

@@ -9,6 +9,7 @@ WRAPPERS = {
     "_fsdp_wrapped_module": "FSDP wraps a model so: save its full state dict, by accelerator.get_state_dict(model)",
     "_checkpoint_wrapped_module": "checkpoint_wrapper() wraps a module so: save the model that it was given",
     "module": "DistributedDataParallel and DeepSpeed wrap a model so: save accelerator.unwrap_model(model)",
+    "base_layer": "PEFT's layers hold a weight so: save what merge_and_unload() returns",
     "base_model.model": "PEFT wraps a model so: save what merge_and_unload() returns",
 }
 """Components that a wrapper puts into the names of a model's tensors, and how to save the model without it."""
