@@ -263,7 +263,7 @@ def _explained(causes: tuple[MergeCause, ...], states: list[TensorState], folder
     name = states[0].name
     if len(states) == 1 and is_explained and split_name(name)[0] not in texts[name]:
         subject = f"{subject} ({name})"
-    if len(states) > 1 and is_explained and not any(texts.values()):
+    if 1 < len(states) < _count_alike(states, folder) and is_explained and not any(texts.values()):
         layers = layers_text([split_name(state.name)[0] for state in states])
     else:
         layers = ""
@@ -288,8 +288,13 @@ def _subject(states: Sequence[TensorState], folder: MergedFolder) -> str:
     """Return `2 of 9 adapted tensors`: how many tensors there are, of all with their roles."""
     roles = {state.role for state in states}
     noun = f"{next(iter(roles))} tensor" if len(roles) == 1 else "tensor"
-    total = sum(state.role in roles for state in folder.tensors)
-    return f"{len(states)} of {counted(total, noun)}"
+    return f"{len(states)} of {counted(_count_alike(states, folder), noun)}"
+
+
+def _count_alike(states: Sequence[TensorState], folder: MergedFolder) -> int:
+    """Return how many tensors of the folder have the roles of some."""
+    roles = {state.role for state in states}
+    return sum(state.role in roles for state in folder.tensors)
 
 
 def _differences(folder: MergedFolder) -> Iterator[Finding]:
