@@ -192,6 +192,32 @@ def _local_folder(name: str, *, what: str, options: Options) -> Path:
     return _download(name, what=what, options=options)
 
 
+def folder_in_cache(name: str, *, what: str) -> Path:
+    """Return the folder that a path names, or a hub id whose repository is in the hub's cache; nothing is downloaded.
+
+    `what` is `base` or `adapter`, as in `_local_folder`.
+
+    Raises
+    ------
+    InputError
+        There is no such folder, and the cache does not hold a repository of this name.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    path = Path(name).expanduser()
+    if path.exists() or not _HUB_ID.match(name):
+        return path
+    try:
+        return Path(snapshot_download(name, local_files_only=True)).resolve()
+    except (LocalEntryNotFoundError, HFValidationError, OSError, ValueError):
+        raise InputError(
+            f"no folder {name!r} for the {what}, and the hub's cache does not hold it",
+            where=f"--{what}",
+            hint=_similar(path) or f"give the path of a folder, or download it first: hf download {name}",
+        ) from None
+
+
 def _download(repository: str, *, what: str, options: Options) -> Path:
     """Download a hub repository into the hub's cache; offline, use what the cache holds."""
     from huggingface_hub import snapshot_download

@@ -117,8 +117,15 @@ def refuse_base_without_config(folder: Path) -> None:
     if names is None:
         return
     if BASE_CONFIG in names and _read_field(folder / BASE_CONFIG, "_diffusers_version"):
-        # A part of a pipeline, such as its `unet`, has a config of its own: it is recognised as a pipeline.
-        names = {"model_index.json"}
+        # A part of a pipeline, such as its `unet`, has a config of its own.
+        class_name = _read_field(folder / BASE_CONFIG, "_class_name") or "a part of a pipeline"
+        raise InputError(
+            f"this folder holds {class_name} of diffusers, not a base model of transformers",
+            where=folder,
+            got=f"{BASE_CONFIG} with _diffusers_version",
+            wanted="a model of transformers",
+            hint="for another module use --base python:package.module:function",
+        )
     if BASE_CONFIG in names:
         return
     if ADAPTER_CONFIG in names:

@@ -290,4 +290,4 @@ def test_a_part_of_a_pipeline_is_told_as_the_pipeline_is(tmp_path: Path) -> None
     """Its config has no model_type, and that it lacks one told nobody what it is."""
     folder = put(tmp_path / "unet", (BASE, "diffusion_pytorch_model.safetensors"))
     (folder / BASE).write_text('{"_class_name": "UNet2DConditionModel", "_diffusers_version": "0.30.0"}')
-    assert "a pipeline or LoRA of diffusers" in refused(folder, None).what
+    assert "UNet2DConditionModel of diffusers" in refused(folder, None).what

@@ -86,7 +86,9 @@ def labels(config: Any, case: Case) -> int | None:
         Path(case.adapter), stem="adapter_model", pickle_stem="adapter_model", allow_pickle=case.allow_pickle
     )
     for header in weights.tensors.values():
-        if HEAD.search(header.name) and len(header.shape) == 2:
+        # of a LoRA on the head, lora_B has a row for each label
+        name = header.name.replace(".lora_B.weight", ".weight")
+        if HEAD.search(name) and len(header.shape) == 2:
             count = header.shape[0]
             return count if count != getattr(config, "num_labels", None) else None
     return None

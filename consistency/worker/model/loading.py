@@ -249,7 +249,7 @@ def load_adapter(
     try:
         own = device_of(base.model)
         with (
-            _as_input_error(UNUSABLE, _NO_ADAPTER, where=path, hint=hint, device=own),
+            _as_input_error((*UNUSABLE, AssertionError), _NO_ADAPTER, where=path, hint=hint, device=own),
             _past_another_device(own) as detours,
             noting as initial,
         ):
@@ -276,6 +276,23 @@ def load_adapter(
 _NO_ADAPTER = "PEFT cannot load this adapter onto this base"
 
 
+_LIBRARY = re.compile(r"[Nn]o module named '(\w+)|[`'\"](\w+)[`'\"]|\b(bitsandbytes|scipy)\b")
+"""The library that an ImportError is about, in Python's own words, or in PEFT's."""
+
+
+def library_missing(error: BaseException, adapter: str) -> InputError:
+    """Return the error of an adapter that takes a library which is not installed, in PEFT's own words."""
+    message = " ".join(str(error).split())[:300]
+    found = _LIBRARY.search(message)
+    name = next((group for group in found.groups() if group), "") if found is not None else ""
+    return InputError(
+        "PEFT takes a library for this adapter that is not installed",
+        where=adapter,
+        got=f"{type(error).__name__}: {message}",
+        hint=f"pip install {name}" if name else None,
+    )
+
+
 def _explained(error: InputError, *, path: str, hint: str) -> InputError | None:
     """Return an error that says more about why PEFT cannot load an adapter; None where no more is known.
 
@@ -299,7 +316,14 @@ def _explained(error: InputError, *, path: str, hint: str) -> InputError | None:
             wanted="every tensor of the modules in modules_to_save of adapter_config.json",
             hint="save it again by PEFT's save_pretrained(), or take the module out of modules_to_save",
         )
+    if isinstance(cause, ImportError):
+        return library_missing(cause, path)
     message = error.parts["got"]
+    if isinstance(cause, AssertionError):  # of a library that computes on accelerators alone
+        hint = "load it where there is a device that this library computes on"
+        return InputError(
+            "a library that PEFT loads this adapter by cannot be used here", where=path, got=message, hint=hint
+        )
     if (rows := _OTHER_ROWS.search(str(message))) is not None:
         hint = f"resize the base from {rows[3]} rows: model.resize_token_embeddings({rows[1]}), and save it"
         return InputError(_NO_ADAPTER, where=path, got=message, hint=hint)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import core_model_loading
 
 from consistency.errors import InputError
-from consistency.worker.model.loading import load_adapter, load_base
+from consistency.worker.model.loading import library_missing, load_adapter, load_base
 from tests.worker.model.made_models import SIZES, case_of, on_llama
 
 pytestmark = [pytest.mark.filterwarnings("ignore")]  # PEFT and transformers warn while saving
@@ -117,3 +117,30 @@ def test_an_embedding_with_more_rows_asks_for_a_base_of_that_size(llama: Path, m
     with pytest.raises(InputError) as raised:
         load_adapter(base, case)
     assert "model.resize_token_embeddings(65)" in str(raised.value.parts["hint"])
+
+
+@pytest.mark.parametrize(
+    ("message", "hint"),
+    [
+        ("The required package 'scipy' is not installed. Please install it to continue.", "pip install scipy"),
+        ("No module named 'bitsandbytes'", "pip install bitsandbytes"),
+        ("something else", None),
+    ],
+)
+def test_a_library_that_peft_lacks_is_named_in_its_words(message: str, hint: str | None) -> None:
+    error = library_missing(ImportError(message), "adapter")
+    assert (error.parts["got"], error.hint) == (f"ImportError: {message}", hint)
+
+
+@pytest.mark.parametrize("kind", [ImportError, AssertionError])
+def test_what_a_library_of_peft_lacks_is_no_other_base(
+    llama: Path, monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
+) -> None:
+    """The hint was whether the adapter is for this base, and an AssertionError was a mistake of this tool."""
+    case = case_of(llama, on_llama(llama, peft.LoraConfig(r=2, target_modules=["q_proj"])))
+    base = load_base(case, "cpu")
+    monkeypatch.setattr(peft.PeftModel, "from_pretrained", raising(kind("Torch not compiled with CUDA enabled")))
+    with pytest.raises(InputError) as refused:
+        load_adapter(base, case)
+    assert "is it for" not in str(refused.value)
+    assert "Torch not compiled with CUDA" in str(refused.value)

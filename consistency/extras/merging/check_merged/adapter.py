@@ -35,7 +35,8 @@ from consistency.stages.merged.forms.source import Source
 from consistency.worker import determinism
 from consistency.worker.model.drawn_on_loading import remark_on_draws
 from consistency.worker.model.expected_adapter import expected_adapter
-from consistency.worker.model.loading import ADAPTER_NAME, UNUSABLE, load_adapter, load_base
+from consistency.worker.model.head_class import HEAD
+from consistency.worker.model.loading import ADAPTER_NAME, UNUSABLE, library_missing, load_adapter, load_base
 from consistency.worker.model.low_rank import Expected, low_rank_of
 from consistency.worker.model.merging import NO_MERGE, adapted_layers
 from consistency.worker.model.weight_files import WeightFiles
@@ -50,8 +51,11 @@ _NEEDS_MODEL = (
     "ensure_weight_tying",
     "megatron_config",
 )
-_RESIDUAL = re.compile(r"^(pissa|olora|corda|loftq|lora_ga)")
-"""Initialisations of a LoRA that subtract the product of its first factors from the base."""
+_RESIDUAL = re.compile(r"^(pissa|olora|corda|lora_ga)")
+"""Initialisations of a LoRA that subtract the product of its first factors from the base.
+
+LoftQ leaves a base of its own too, its backbone, which is another folder: its adapter is judged on the base that is
+given, and whether this is a backbone is asked of its weights (`accused.py`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -285,7 +289,7 @@ def on_model(case: Case, model: Any, base: Mapping[str, Stored], stored: str) ->
     found, residual = Adapter(), False
     if model is not None:
         own = {id(parameter): name for name, parameter in model.named_parameters()}
-        config: Any = peft.PeftConfig.from_pretrained(case.adapter)
+        config: Any = _config(case.adapter)
         residual = _needs_residual(config.to_dict())
         if isinstance(getattr(config, "init_lora_weights", None), str):
             config.init_lora_weights = True  # the factors come from their file, and not from the base's weights
@@ -314,6 +318,22 @@ def on_model(case: Case, model: Any, base: Mapping[str, Stored], stored: str) ->
             if found.unmatched and len(found.unmatched) == len(_modules(files.names())):
                 return found
     return _loaded(case, stored, found.targets if residual else {})
+
+
+def _config(adapter: str) -> Any:
+    """Return an adapter's config.
+
+    Raises
+    ------
+    InputError
+        It takes a library that is not installed.
+    """
+    import peft
+
+    try:
+        return peft.PeftConfig.from_pretrained(adapter)
+    except ImportError as error:
+        raise library_missing(error, adapter) from error
 
 
 def _loaded(case: Case, stored: str, plain: Mapping[str, Target]) -> Adapter:
@@ -402,7 +422,9 @@ def _of_layer(name: str, layer: Any, plain: str, expected: Expected, base: Mappi
         return []  # the file has nothing for this layer, which PEFT leaves as it was made: without effect
     is_low_rank = low_rank_of(torch.device("cpu"), name, layer, expected) is not None
     make = maker_of(layer)
-    if stored is None or (not is_low_rank and make is None):
+    if stored is None:
+        return _of_new_head(plain, layer, files) if is_low_rank else None
+    if not is_low_rank and make is None:
         return None
     source = Source(layer=layer, weight=torch.empty(stored.shape, dtype=stored.dtype, device="meta"), files=files)
     lora, bias = _lora(plain, source), _bias_name(plain)
@@ -414,6 +436,15 @@ def _of_layer(name: str, layer: Any, plain: str, expected: Expected, base: Mappi
     if hasattr(layer, "ia3_l") and not layer.is_feedforward and bias in base:
         found.append(ByForm(name=bias, layer=layer, files=files, make=Bias.of))
     return found
+
+
+def _of_new_head(name: str, layer: Any, files: Mapping[str, torch.Tensor]) -> list[Target] | None:
+    """Return the LoRA of a head that no file of the base has: what it is added to was drawn when training began."""
+    weight = _weight(layer)
+    if HEAD.search(name) is None or weight is None:
+        return None
+    lora = _lora(name, Source(layer=layer, weight=weight, files=files))
+    return None if lora is None else [lora]
 
 
 def _lora(name: str, source: Source) -> LowRankTarget | None:

@@ -22,7 +22,7 @@ from consistency.extras.merging.check_merged.causes import MergeCause
 from consistency.numerics.dtype import HALF_SMALLEST_SUBNORMAL, UNIT_ROUNDOFF, name_of
 from consistency.numerics.error import measure_against_exact
 from consistency.numerics.measure import Measure
-from consistency.numerics.typed import Typed, half_ulp
+from consistency.numerics.typed import HALF_TYPES, Typed, half_ulp
 from consistency.stages.merged.forms.form import Form, Judged
 from consistency.stages.merged.forms.source import Source
 from consistency.worker.model.adapter_settings import stated_scaling
@@ -33,11 +33,15 @@ _MOST_ROUNDINGS = {False: 2.0, True: 4.0}
 
 
 class _Cast(Form):
-    """A form whose result is rounded once more, to the dtype of the folder."""
+    """A form whose result is rounded once more, to the dtype of the folder.
 
-    def __init__(self, form: Form, dtype: torch.dtype) -> None:
+    With `as_change` its difference from the weight is rounded first, and added to the weight again, as some writers do
+    whose delta is that of a merged layer (axolotl's DoRA, mergekit).
+    """
+
+    def __init__(self, form: Form, dtype: torch.dtype, *, as_change: bool = False) -> None:
         super().__init__(form.weight, rows=form.rows)
-        self._form, self._dtype = form, dtype
+        self._form, self._dtype, self._as_change = form, dtype, as_change
         self.adds = form.adds
 
     def prepare(self, tested: Judged) -> Judged:
@@ -45,10 +49,13 @@ class _Cast(Form):
 
     def block(self, tensors: Sequence[Judged], rows: slice) -> Sequence[Typed]:
         def cast(result: Typed) -> Typed:
-            total = result.value
+            total, error = result.value, result.error
             if self.adds:  # the form gives the delta alone
                 total = total + self.base(rows).value
-            error = result.error + half_ulp(np.abs(total) + result.error, self._dtype)
+            if self._as_change:
+                change = total - self.base(rows).value
+                error = error + half_ulp(np.abs(change) + error, self._dtype)
+            error = error + half_ulp(np.abs(total) + error, self._dtype)
             return replace(result, error=error, dtype=self._dtype)
 
         return [cast(result) for result in self._form.block(tensors, rows)]
@@ -152,6 +159,10 @@ def _by_form(actual: torch.Tensor, base: torch.Tensor, target: ByForm) -> Measur
             form = _Cast(form, actual.dtype)
         for safe in (False, True):
             (measure,) = form.measure([Judged(actual=actual.contiguous(), safe=safe)])
+            yield measure, weight, adapter
+        if actual.dtype in HALF_TYPES:
+            as_change = _Cast(form, actual.dtype, as_change=True)
+            (measure,) = as_change.measure([Judged(actual=actual.contiguous(), safe=False)])
             yield measure, weight, adapter
 
 

@@ -23,6 +23,11 @@ class MergeCause(Explanation):
         "{} hold the base alone",
         "look in the log of the merge for layers and keys that it skipped, and merge again",
     )
+    ADAPTER_LEFT_OUT = (
+        "adapter-left-out",
+        "{} hold the base and not all of the adapters",
+        "merge what is left out too, or check the folder without it",
+    )
     TOWER_LEFT_OUT = (
         "tower-left-out",
         "a whole part of the model holds the base alone, {}",
@@ -47,6 +52,11 @@ class MergeCause(Explanation):
         "wrong-merge-scale",
         "{} hold base + adapter × another scaling",
         "check lora_alpha, r, use_rslora and the patterns that the merge read",
+    )
+    EXCHANGED = (
+        "base-and-merged-exchanged",
+        "{} hold base − adapter, as where base and MERGED are exchanged, or what was never merged is unmerged",
+        "give the merged folder as MERGED, and the one that it was merged from as --base",
     )
     TRANSPOSED = (
         "transposed-delta",
@@ -108,6 +118,16 @@ class MergeCause(Explanation):
         "{} hold the plain base + adapter, and this adapter needs the base without what its factors began as",
         "load it by PEFT, which computes that base anew, or save it converted: PEFT's save_pretrained() does that with "
         "path_initial_model_for_weight_conversion",
+    )
+    BACKBONE = (
+        "another-backbone",
+        "{} are not base + adapter, and the adapter is one of LoftQ, which is for a backbone of its own",
+        "give the backbone that LoftQ left as --base: the base that it began from is another model",
+    )
+    PART_OF_ADAPTER = (
+        "part-of-the-adapter",
+        "{} are changed, of layers that adapter_config.json names and its file has nothing for",
+        "give the adapter that was merged: this file is a part of it, as one stage of a pipeline saves",
     )
     FOUR_BIT_BASE = (
         "merged-into-4-bit",
@@ -193,6 +213,11 @@ class MergeCause(Explanation):
         "resized",
         "{}",
         "resize the base before the merge, as for the training, or give the resized base",
+    )
+    DOES_NOT_LOAD = (
+        "does-not-load",
+        "{}",
+        "save the merged model again by save_pretrained(), which writes weights and config.json for each other",
     )
     FILES = (
         "weight-files",

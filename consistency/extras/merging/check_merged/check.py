@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import concurrent.futures
+import functools
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,22 @@ from consistency.case.case import Case
 from consistency.case.checkpoint import read_json
 from consistency.devices.cores import available_cores
 from consistency.extras.merging.check_merged import names
-from consistency.extras.merging.check_merged.adapter import Adapter, Replaced, on_model, open_adapter
+from consistency.extras.merging.check_merged.accused import (
+    explain_by_backbone,
+    explain_changed,
+    leave_out_untargeted,
+    name_exchanged_folders,
+)
+from consistency.extras.merging.check_merged.adapter import Adapter, LowRankTarget, Replaced, on_model, open_adapter
+from consistency.extras.merging.check_merged.beside import settings_findings
 from consistency.extras.merging.check_merged.causes import MergeCause
-from consistency.extras.merging.check_merged.folder import Folder, Stored
+from consistency.extras.merging.check_merged.folder import Folder, Problem, Stored
 from consistency.extras.merging.check_merged.formats import open_weights
 from consistency.extras.merging.check_merged.judge import TensorJudge
+from consistency.extras.merging.check_merged.loads import loading_problems
 from consistency.extras.merging.check_merged.non_finite import broken_tensors
 from consistency.extras.merging.check_merged.state import MergedFolder, TensorState
+from consistency.extras.merging.check_merged.summed import add_up
 from consistency.numerics.dtype import name_of
 from consistency.worker.model.saved_adapter.loaded import remarks_on
 from consistency.worker.model.weight_files import WeightFiles
@@ -37,62 +47,108 @@ _HEADS = frozenset({"lm_head", "output", "decoder", "embed_out"})
 """Names of the module that makes logits, which may be tied to the embedding."""
 
 
-def check(case: Case, merged: Path) -> MergedFolder:
-    """Check whether a folder, or a file, holds the base + the adapter of a case.
+def check(cases: Sequence[Case], merged: Path, weights: Sequence[float] = ()) -> MergedFolder:
+    """Check whether a folder, or a file, holds the base + the adapters of some cases.
 
     Without an adapter it is told what differs from the base.
+
+    Parameters
+    ----------
+    cases : sequence of Case
+        One for each adapter, or one without an adapter, all of the same base.
+    weights : sequence of float
+        A factor for each adapter; empty for 1.
 
     Raises
     ------
     InputError
-        One of them cannot be read.
+        One of them cannot be read, or the adapters have no sum.
     """
+    case = cases[0]
     before = open_weights(Path(case.base), allow_pickle=case.allow_pickle)
     after = open_weights(merged, allow_pickle=case.allow_pickle, like=before)
-    folder_check = _FolderCheck(case, before, after)
+    folder_check = _FolderCheck(cases, weights, before, after)
     folder_check.check()
     return folder_check.result
 
 
 class _FolderCheck:
-    """A check of one folder: base, adapter and folder by the same names."""
+    """A check of one folder: base, adapters and folder by the same names."""
 
-    def __init__(self, case: Case, before: Folder, after: Folder) -> None:
-        self._case, self._before, self._after = case, before, after
+    def __init__(self, cases: Sequence[Case], weights: Sequence[float], before: Folder, after: Folder) -> None:
+        self._cases, self._case, self._before, self._after = cases, cases[0], before, after
         self._model: Any = None  # transformers', without weights, where names had to be matched by it
         self.result = MergedFolder(problems=list(after.problems))
-        self._broken: list[tuple[str, str]] = []  # tensors of the adapter's file that are not finite, and where
+        self._broken: list[tuple[str, str]] = []  # tensors of the adapters' files that are not finite, and where
+        self._configs: list[dict[str, Any]] = []
+        self._leftover: list[str] = []  # names of PEFT's own layers in the folder
         self._base, self._merged = before.tensors, after.tensors
-        self._compares_bases = case.adapter is None
-        adapter: Adapter | None = Adapter()
-        if case.adapter is not None:
-            adapter = open_adapter(Path(case.adapter), self._base, allow_pickle=case.allow_pickle)
-            files = WeightFiles.of_adapter(case.adapter, allow_pickle=case.allow_pickle)
-            self._broken = list(broken_tensors(files))
-            config = read_json(Path(case.adapter) / "adapter_config.json")
-            self.result.remarks += remarks_on(((name, files.read(name)) for name in files.names()), config)
+        self._compares_bases = self._case.adapter is None
+        adapters = self._open_adapters()
         # First by names alone, which is quick; by transformers' model only where names are left over on both sides.
-        merged, mapping = names.renamed(self._merged, self._base)
-        expected = self._base if self._compares_bases or adapter is None else adapter.targets
-        if adapter is None or (merged.keys() - self._base.keys() and expected.keys() - merged.keys()):
-            adapter = self._match_by_model(case, adapter)
-            merged, mapping = names.renamed(self._merged, self._base)
-        self._merged, self._adapter = merged, adapter
+        merged, mapping = names.renamed(self._merged, self._known(adapters))
+        expected = set(self._base)
+        if not self._compares_bases:
+            expected = {name for adapter in adapters if adapter is not None for name in adapter.targets}
+        if None in adapters or (merged.keys() - self._base.keys() and expected - merged.keys()):
+            adapters = [self._match_by_model(case, adapter) for case, adapter in zip(cases, adapters, strict=True)]
+            merged, mapping = names.renamed(self._merged, self._known(adapters))
+        self._merged = merged
         self.result.mapping += mapping
-        if adapter.drawn is not None:
-            self.result.remarks.append(adapter.drawn)
+        self._adapter = self._added_up([adapter for adapter in adapters if adapter is not None], weights)
+        if self._adapter.drawn is not None:
+            self.result.remarks.append(self._adapter.drawn)
         self.result.dtype = _most_frequent_dtype(self._merged.values())
         self._judge = TensorJudge(
-            adapter=adapter, before=before, after=after, result=self.result, compares_bases=self._compares_bases
+            adapter=self._adapter, before=before, after=after, result=self.result, compares_bases=self._compares_bases
         )
+
+    def _open_adapters(self) -> list[Adapter | None]:
+        """Return each adapter, None for one that takes a model; note what is broken in their files."""
+        if self._compares_bases:
+            return [Adapter()]
+        adapters = []
+        for case in self._cases:
+            assert case.adapter is not None
+            adapters.append(open_adapter(Path(case.adapter), self._base, allow_pickle=case.allow_pickle))
+            files = WeightFiles.of_adapter(case.adapter, allow_pickle=case.allow_pickle)
+            self._broken += broken_tensors(files)
+            config = read_json(Path(case.adapter) / "adapter_config.json")
+            self._configs.append(config)
+            self.result.remarks += remarks_on(((name, files.read(name)) for name in files.names()), config)
+        return adapters
+
+    def _known(self, adapters: Sequence[Adapter | None]) -> dict[str, Stored]:
+        """Return the tensors of the base, and those that an adapter alone has, such as a head of its own."""
+        known = dict(self._base)
+        for adapter in adapters:
+            for name, target in adapter.targets.items() if adapter is not None else ():
+                if isinstance(target, Replaced) and target.rows is None and name not in known:
+                    value = target.value
+                    shape, read = tuple(value.shape), functools.partial(torch.clone, value)
+                    known[name] = Stored(name=name, keys=(name,), shape=shape, dtype=value.dtype, read=read)
+        return known
+
+    def _added_up(self, adapters: Sequence[Adapter], weights: Sequence[float]) -> Adapter:
+        """Return what all adapters do together."""
+        if len(adapters) == 1 and not weights:
+            return adapters[0]
+        paths = [str(case.adapter) for case in self._cases]
+        short = [Path(path).name for path in paths]
+        labels = short if len(set(short)) == len(short) else paths
+        if len(set(labels)) < len(labels):  # the same adapter, given twice
+            labels = [f"{label} ({number})" for number, label in enumerate(labels, 1)]
+        return add_up(dict(zip(labels, adapters, strict=True)), weights)
 
     def _match_by_model(self, case: Case, adapter: Adapter | None) -> Adapter:
         """Bring base, folder and adapter to the names of transformers' model; return the adapter."""
-        model = self._model = names.model_of(case)
+        model = names.model_of(case)  # a new one for each adapter: PEFT puts its layers into it
         if model is not None:
             self._base = names.in_model(self._before, model)
             self._merged = names.in_model(self._after, model)
-            self.result.mapping.append(f"by transformers' names of {type(model).__name__}")
+            if self._model is None:
+                self.result.mapping.append(f"by transformers' names of {type(model).__name__}")
+        self._model = model
         if adapter is not None and (self._compares_bases or model is None):
             return adapter
         return on_model(case, model, self._base, _most_frequent_dtype(self._merged.values()))
@@ -158,6 +214,12 @@ class _FolderCheck:
             self.result.add_problem(MergeCause.EMPTY_ADAPTER, text, empty, "warning")
         without_place = [name for name in adapter.targets if name not in self._base and name not in self._merged]
         absent = [name for name in without_place if not self._is_tied_head(name)]
+        if self._before.ties or self._after.ties:
+            heads = [name for name in absent if _is_head(name)]
+            absent = [name for name in absent if name not in heads]
+            if heads:
+                text = f"the adapter has {some(heads)} of its own, and the folder has not: loading takes the embedding"
+                self.result.add_problem(MergeCause.TIED, text, heads)
         if absent:
             text = f"{counted(len(absent), 'tensor')}, such as {absent[0]}"
             self.result.add_problem(MergeCause.KEYS, text, absent)
@@ -181,6 +243,12 @@ class _FolderCheck:
             self._judge.judge_saved(state, stored.read(), target, None)
             self.result.tensors.append(state)
             return
+        if isinstance(target, LowRankTarget):
+            state = TensorState.of(name, stored, target)
+            drawn = "what the adapter adds to was drawn when training began, and is in this folder alone"
+            state.mark_skipped(f"{name} is in no file of the base: {drawn}")
+            self.result.tensors.append(state)
+            return
         embedding = self._embedding_like(stored) if self._before.ties and _is_head(name) else None
         if embedding is not None:
             self._add_tied_head(name, stored, embedding)
@@ -188,9 +256,25 @@ class _FolderCheck:
         state = TensorState.of(name, stored, None)
         state.role, state.status, state.reason = "extra", "unexpected", "neither base nor adapter has it"
         if any(part in f".{name}" for part in _LEFTOVER):
-            text = f"{name} is a name of PEFT's own layers: the model was saved before the merge"
-            self.result.add_problem(MergeCause.FILES, text, [name])
+            self._leftover.append(name)
         self.result.tensors.append(state)
+
+    def _add_leftover(self) -> None:
+        """Add the problem that PEFT's own layers are in the folder: with the deltas in their weights, or without."""
+        first, count = self._leftover[0], len(self._leftover)
+        verb = "is a name" if count == 1 else f"and {count - 1} more are names"
+        adapted = self.result.with_role("adapted")
+        right = [state for state in adapted if state.status in ("equal", "within") and not state.is_delta_zero]
+        if right:
+            text = (
+                f"{first} {verb} of PEFT's own layers: the deltas are merged into their weights (merge_adapter()), and "
+            )
+            text += "the layers were saved with them"
+        else:
+            text = f"{first} {verb} of PEFT's own layers: the model was saved before the merge"
+        todo = "save what merge_and_unload() returns, by its save_pretrained()"
+        problem = Problem(cause=MergeCause.FILES, text=text, tensors=tuple(self._leftover), todo=todo)
+        self.result.problems.append(problem)
 
     def _embedding_like(self, stored: Stored) -> str | None:
         """Return the name of the base's first embedding of the same shape."""
@@ -211,24 +295,35 @@ class _FolderCheck:
 
     def _sum_up(self) -> None:
         """Explain by a whole what single tensors do not show: another base, experts or a tower left out."""
-        wrong = [state for state in self.result.with_role("adapted") if state.status == "outside"]
         if not self._compares_bases:
-            self._explain_by_another_base(wrong)
+            leave_out_untargeted(self.result, self._configs)
+            name_exchanged_folders(self.result)
+            explain_by_backbone(self.result, self._configs, self._read_pair)
+            explain_changed(self.result, self._configs, self._read_pair)
+        wrong = [state for state in self.result.with_role("adapted") if state.status == "outside"]
+        if self._leftover:
+            self._add_leftover()
         if self._broken:
             self._add_broken_adapter()
         self._add_half_types()
         _name_exchanged_layers(wrong)
         self._explain_by_part_left_out(wrong)
+        self._check_loading()
 
-    def _explain_by_another_base(self, wrong: list[TensorState]) -> None:
-        """Give the cause to unexplained tensors where more untouched matrices are changed than are the base's."""
-        untouched = self.result.with_role("untouched")
-        changed = [state for state in untouched if state.status == "outside"]
-        unchanged = [state for state in untouched if state.status in ("equal", "within")]
-        if _count_matrices(changed) > _count_matrices(unchanged):
-            unexplained = [state for state in wrong if not state.causes]
-            for state in [*changed, *unexplained]:
-                state.causes = {MergeCause.OTHER_BASE: ""}
+    def _read_pair(self, name: str) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return a tensor of the folder and the base's; None where they have other shapes, or are quantized."""
+        merged, base = self._merged.get(name), self._base.get(name)
+        if merged is None or base is None or merged.shape != base.shape or merged.step is not None:
+            return None
+        return merged.read(), base.read()
+
+    def _check_loading(self) -> None:
+        """Add what of the folder transformers does not load, and what lies beside the weights and is not the base's."""
+        absent = {state.name for state in self.result.tensors if state.status == "missing"}
+        problems, not_checked = loading_problems(self._case, self._before, self._after, absent)
+        self.result.problems += problems
+        self.result.not_checked += not_checked
+        self.result.settings += settings_findings(self._case, self._before, self._after, self.result.dtype)
 
     def _add_broken_adapter(self) -> None:
         """Name the adapter's tensors that are not finite, and how much of the folder cannot be judged for it."""
@@ -286,10 +381,6 @@ def _name_exchanged_layers(wrong: list[TensorState]) -> None:
         else:
             text = f"{layer} has that of {other}"
         state.causes[MergeCause.OTHER_LAYER] = text
-
-
-def _count_matrices(states: list[TensorState]) -> int:
-    return sum(len(state.shape) > 1 for state in states)
 
 
 def _is_head(name: str) -> bool:

@@ -14,11 +14,11 @@ from consistency.cli.parser import BAD_USE, Once
 
 EXAMPLES = (
     ("did my merge work?", "consistency check-merged --base ./llama --adapter ./my-lora ./merged"),
+    (
+        "two adapters, one after the other?",
+        "consistency check-merged --base ./llama --adapter ./sft --adapter ./dpo ./merged",
+    ),
     ("what is in this folder?", "consistency check-merged --base ./llama ./merged"),
-)
-
-_ONE_AFTER_THE_OTHER = (
-    "of adapters that were merged one after the other, check the last one alone, with the base that holds all before it"
 )
 
 
@@ -28,14 +28,20 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     statuses = {0: "it holds base + adapter", 1: "it does not", **BAD_USE, 3: "a part of it could not be judged"}
     parser = command("check-merged", _check, text, EXAMPLES, statuses=statuses)
     parser.add_argument("merged", type=Path, metavar="MERGED", help="folder of merged weights, or a file of them")
-    parser.add_argument("--base", type=Path, action=Once, required=True, metavar="DIR", help="folder of the base")
+    parser.add_argument("--base", action=Once, required=True, metavar="DIR", help="folder or cached hub id of the base")
     parser.add_argument(
         "--adapter",
         type=Path,
-        action=Once,
-        instead=_ONE_AFTER_THE_OTHER,
+        action="append",
         metavar="DIR",
-        help="folder of the adapter; without it, what differs from the base",
+        help="folder of an adapter, or several for their sum; without it, what differs from the base",
+    )
+    parser.add_argument(
+        "--weight",
+        type=float,
+        action="append",
+        metavar="W",
+        help="factor of what an adapter adds, one for each --adapter in their order; 1 without it",
     )
     parser.add_argument("--junit", type=Path, metavar="FILE", help="write JUnit XML")
     add_report_options(parser, "folder for the report (JSON, HTML, Markdown)")
@@ -52,6 +58,7 @@ def _check(parsed: argparse.Namespace) -> int:
         parsed.merged,
         base=parsed.base,
         adapter=parsed.adapter,
+        weights=parsed.weight or (),
         out=parsed.out,
         allow_pickle=bool(parsed.allow_pickle),
         trust_remote_code=bool(parsed.trust_remote_code),

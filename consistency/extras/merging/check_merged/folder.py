@@ -19,6 +19,7 @@ from consistency.worker.model.weight_files import WeightFiles
 
 _WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _MOST = 4
+_NAME_IN_INDEX = f"name its tensors in weight_map of {_INDEX}, or save the merged model again by save_pretrained()"
 
 Severity = Literal["error", "warning", "note"]
 
@@ -43,6 +44,8 @@ class Stored:
         For a quantized tensor: given exact values, float64, how far quantizing them may be from each.
     codes : callable or None
         For a tensor in 8-bit floats: reads these, without their scales.
+    variants : tuple of callable
+        For a quantized tensor: read the values as other libraries than `read` round them on dequantizing.
     """
 
     name: str
@@ -52,16 +55,24 @@ class Stored:
     read: Callable[[], torch.Tensor]
     step: Callable[[torch.Tensor], torch.Tensor] | None = None
     codes: Callable[[], torch.Tensor] | None = None
+    variants: tuple[Callable[[], torch.Tensor], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """A problem of files or names, not of values."""
+    """A problem of files or names, not of values.
+
+    Attributes
+    ----------
+    todo : str
+        What to do, where that is more than the cause says.
+    """
 
     cause: MergeCause
     text: str
     tensors: tuple[str, ...] = ()
     severity: Severity = "error"
+    todo: str = ""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -72,6 +83,8 @@ class Folder:
     ----------
     unread : dict of str to str
         Tensors that no library here reads, with the reason and what to do.
+    reader : str
+        What loads the folder, where that is not transformers: `llama.cpp`, `MLX`.
     """
 
     path: Path
@@ -79,6 +92,7 @@ class Folder:
     config: Mapping[str, object]
     problems: list[Problem] = field(default_factory=list)
     unread: dict[str, str] = field(default_factory=dict)
+    reader: str = ""
 
     @property
     def ties(self) -> bool:
@@ -176,6 +190,8 @@ def _lenient_checkpoint(path: Path, problems: list[Problem]) -> Checkpoint:
         text = f"transformers does not read {some(stale, _MOST)}, in the same folder"
         problems.append(Problem(cause=MergeCause.FILES, text=text, severity="warning"))
     tensors = _headers(files, index, problems)
+    if index:
+        _find_unlisted(path, stale, tensors, problems)
     # Where a problem names tensors already, those would be named again here.
     if not any(problem.tensors for problem in problems):
         unlisted = tuple(sorted(set(index) - set(tensors)))
@@ -184,6 +200,19 @@ def _lenient_checkpoint(path: Path, problems: list[Problem]) -> Checkpoint:
             text = f"the index has {counted(len(unlisted), 'tensor')} that no shard holds: {names}"
             problems.append(Problem(cause=MergeCause.FILES, text=text, tensors=unlisted))
     return Checkpoint(folder=path, files=tuple(files), tensors=tensors)
+
+
+def _find_unlisted(
+    path: Path, stale: Sequence[str], tensors: Mapping[str, TensorHeader], problems: list[Problem]
+) -> None:
+    """Add a problem for each file whose tensors no file of the index holds."""
+    for name in stale:
+        unlisted = sorted(read_header(path / name).keys() - tensors.keys())
+        if unlisted:
+            text = (
+                f"{name} holds {counted(len(unlisted), 'tensor')} that the index does not name, such as {unlisted[0]}"
+            )
+            problems.append(Problem(cause=MergeCause.FILES, text=text, tensors=tuple(unlisted), todo=_NAME_IN_INDEX))
 
 
 def _files_of_index(path: Path, index: Mapping[str, str], problems: list[Problem]) -> list[Path]:

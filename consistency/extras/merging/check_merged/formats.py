@@ -114,6 +114,10 @@ class _Levels(QuantizedWeight):
         found = self.parts["codes"].to(dtype) * self._spread("scale", dtype)
         return found + self._spread("offset", dtype) if "offset" in self.parts else found
 
+    def in_turn(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return the values in a dtype, the product of level and scale rounded to it, and then the sum."""
+        return (self.parts["codes"].to(dtype) * self._spread("scale", dtype)) + self._spread("offset", dtype)
+
     def _spread(self, part: str, dtype: torch.dtype) -> torch.Tensor:
         found = self.parts[part].to(dtype)
         if found.numel() == 1:
@@ -167,12 +171,24 @@ def _mlx(folder: Folder) -> None:
         name, offset = f"{layer}.weight", f"{layer}.biases"
         if name not in folder.tensors or folder.tensors[name].dtype != torch.uint32:
             continue
+        folder.reader = "MLX"
         if not bits or offset not in folder.tensors:
             folder.unread[name] = f"MLX's format without {'offsets' if bits else 'a number of bits'} {_UNREAD}"
             for part in {key, offset} & folder.tensors.keys():
                 del folder.tensors[part]
             continue
+        stored = {part: folder.tensors[one] for part, one in (("codes", name), ("scale", key), ("offset", offset))}
         _take(folder, name, {"codes": name, "scale": key, "offset": offset}, functools.partial(_of_mlx, bits=bits))
+        if folder.tensors[name].step is not None:
+            in_turn = functools.partial(_in_turn, stored, bits)
+            folder.tensors[name] = replace(folder.tensors[name], variants=(in_turn,))
+
+
+def _in_turn(stored: Mapping[str, Stored], bits: int) -> torch.Tensor:
+    """Return values as MLX dequantizes them: scale times code is rounded to the scale's dtype, and then the sum."""
+    levels = _of_mlx({part: tensor.read() for part, tensor in stored.items()}, bits=bits)
+    assert isinstance(levels, _Levels)
+    return levels.in_turn(stored["scale"].dtype)
 
 
 def _of_mlx(parts: dict[str, torch.Tensor], *, bits: int) -> QuantizedWeight:
@@ -212,7 +228,7 @@ def _gguf(path: Path, files: list[Path], like: Folder) -> Folder:
     by_name = {tensor.name: tensor for tensor in reader.tensors}
     blocks = 1 + max((int(m[1]) for name in by_name if (m := re.match(r"blk\.(\d+)\.", name))), default=0)
     mapping = gguf.get_tensor_name_map(arch, blocks)
-    found = Folder(path=path, tensors={}, config=like.config)
+    found = Folder(path=path, tensors={}, config=like.config, reader="llama.cpp")
     for name, stored in like.tensors.items():
         tensor = by_name.pop(mapping.get_name(name, try_suffixes=(".weight", ".bias")) or "", None)
         if tensor is None:

@@ -37,6 +37,7 @@ from consistency.extras.merging.check_merged.orders import (
 from consistency.extras.merging.check_merged.question import Heads, MergeQuestion
 from consistency.extras.merging.check_merged.rest import measured
 from consistency.extras.merging.check_merged.state import MergedFolder, TensorState
+from consistency.extras.merging.check_merged.summed import SummedTarget, SumWriter
 from consistency.numerics.dtype import UNIT_ROUNDOFF, name_of
 from consistency.numerics.typed import HALF_TYPES
 
@@ -73,9 +74,10 @@ class TensorJudge:
         self.low_rank_targets = [target for target in adapter.targets.values() if isinstance(target, LowRankTarget)]
         # Tensors whose values went through a half type that is not their own, and its name.
         self.half_types: dict[str, str] = {}
-        self._writer, self._counting = MergeWriter(), threading.Lock()
+        self._writer, self._sum_writer, self._counting = MergeWriter(), SumWriter(), threading.Lock()
         self._explainer, self._heads = Explainer(), Heads.of(before.config)
         self._tries_scalings = _MOST_TRIES
+        self._reading = 0  # which of the ways to read the base fitted the last tensor
 
     def judge(self, name: str, base: Stored, merged: Stored, target: Target | None) -> TensorState:
         """Return the state of a tensor that base and folder have; `target` is the adapter's part, if any."""
@@ -92,15 +94,31 @@ class TensorJudge:
         elif merged.shape != base.shape:
             self._judge_resized(state, base, merged, target)
         else:
-            converted_base = self._adapter.bases.get(name)
-            actual = merged.read()
-            before = base.read() if converted_base is None else converted_base
-            self._judge_unquantized(state, actual, before, target)
-            self._try_sixteen_bit_base(state, actual, before, base, target)
+            state = self._judge_readings(state, base, merged, target)
         if state.status == "outside" and name in self._adapter.shared:
             text = f"{self._adapter.shared[name]} adapted modules share {name}, which cannot hold the results of all"
             state.causes = {MergeCause.TIED: text}
         return state
+
+    def _judge_readings(self, state: TensorState, base: Stored, merged: Stored, target: Target | None) -> TensorState:
+        """Judge a tensor by each way to read the base; that which fitted the last one is tried first."""
+        actual, converted_base = merged.read(), self._adapter.bases.get(state.name)
+        if converted_base is not None:
+            self._judge_unquantized(state, actual, converted_base, target)
+            return state
+        readings = (base.read, *base.variants)
+        first = self._reading if self._reading < len(readings) else 0
+        states: dict[int, TensorState] = {}
+        for number in dict.fromkeys((first, *range(len(readings)))):
+            states[number] = judged = replace(state, causes={})
+            before = readings[number]()
+            self._judge_unquantized(judged, actual, before, target)
+            if judged.status != "outside":
+                self._reading = number
+                return judged
+            if number == 0:
+                self._try_sixteen_bit_base(judged, actual, before, base, target)
+        return states[0]
 
     def _try_sixteen_bit_base(
         self, state: TensorState, actual: torch.Tensor, before: torch.Tensor, base: Stored, target: Target | None
@@ -202,6 +220,8 @@ class TensorJudge:
         with self._counting:
             self._result.effect.include(effect)
             self._result.orders.update(orders)
+        if wrong and isinstance(target, SummedTarget) and self._is_merged_in_turn(state, question, target):
+            return
         if not wrong:
             return
         matrix_elements = question.base[0].numel()
@@ -212,9 +232,23 @@ class TensorJudge:
             # As many indices as the tensor has dimensions: the matrix of a vector is a column.
             index = {1: (row,), 2: (row, column)}.get(actual.dim(), (number, row, column))
             state.worst = (index, values[0], values[1], values[2])
-        state.causes = self._explainer.explain(question)
+        state.causes = state.causes or self._explainer.explain(question)
         if not state.causes and self._explainer.measures:
             state.reason, state.advice = measured(question)
+
+    def _is_merged_in_turn(self, state: TensorState, question: MergeQuestion, target: SummedTarget) -> bool:
+        """Return whether several adapters were merged one after the other; else name those that are left out."""
+        pairs = list(enumerate(zip(question.actual, question.base, strict=True)))
+        judged = [self._sum_writer.judge(matrix, base, target, number) for number, (matrix, base) in pairs]
+        if not any(one.outside for one in judged):
+            with self._counting:
+                self._result.orders.update(one.order for one in judged)
+            return True
+        number, (matrix, base) = max(pairs, key=lambda pair: judged[pair[0]].outside)
+        left_out = self._sum_writer.left_out(matrix, base, target, number)
+        if left_out:
+            state.causes = {MergeCause.ADAPTER_LEFT_OUT: f"{left_out} is left out"}
+        return False
 
     def _judge_untouched(self, state: TensorState, actual: torch.Tensor, before: torch.Tensor) -> None:
         """Judge a tensor that should be the base's, in its own dtype."""
@@ -264,7 +298,9 @@ class TensorJudge:
         if rows == 0 or base.shape[1:] != merged.shape[1:]:
             state.mark_wrong(state.elements, f"shape {list(merged.shape)}, the base has {list(base.shape)}")
             return
-        if isinstance(target, LowRankTarget):
+        if isinstance(target, SummedTarget):
+            target = target.first_rows(rows)
+        elif isinstance(target, LowRankTarget):
             target = replace(target, left=target.left[:, :rows])
         self._judge_unquantized(state, merged.read()[:rows], base.read()[:rows], target)
         result = "are right" if state.status in ("equal", "within") else "are wrong"

@@ -20,6 +20,7 @@ from consistency.case.adapter_fit import endings
 from consistency.case.case import Case
 from consistency.errors import ConsistencyError
 from consistency.extras.merging.check_merged.folder import Folder, Stored
+from consistency.extras.merging.check_merged.wrappers import without_wrappers, wrapper_in
 from consistency.worker.model.loading import UNUSABLE, class_and_labels
 
 FUSED = {
@@ -136,10 +137,10 @@ def renamed(merged: dict[str, Stored], base: Mapping[str, Stored]) -> tuple[dict
     unmatched = {name: stored for name, stored in merged.items() if name not in base}
     absent = {name: stored for name, stored in base.items() if name not in tensors}
     texts = []
-    for match in (_by_prefix, _by_parts):
+    for match in (_by_wrappers, _by_prefix, _by_parts):
         matched, text = match(unmatched, absent)
         while matched:
-            texts.append(f"{len(matched)} names matched {text}")
+            texts.append(f"{len(matched)} {text}")
             tensors |= matched
             matched_keys = {key for stored in matched.values() for key in stored.keys}
             unmatched = {name: stored for name, stored in unmatched.items() if not matched_keys & set(stored.keys)}
@@ -150,6 +151,17 @@ def renamed(merged: dict[str, Stored], base: Mapping[str, Stored]) -> tuple[dict
 
 Matched = tuple[dict[str, Stored], str]
 """Tensors of the folder by names of the base, and in words how they were matched."""
+
+
+def _by_wrappers(unmatched: Mapping[str, Stored], absent: Mapping[str, Stored]) -> Matched:
+    """Match names into which wrappers of the model (FSDP, torch.compile, PEFT) put components of their own."""
+    matched, wrappers = {}, []
+    for name, stored in unmatched.items():
+        base_name = without_wrappers(name)
+        if base_name != name and _fits(stored, absent.get(base_name)):
+            matched[base_name] = replace(stored, name=base_name)
+            wrappers.append(wrapper_in(name))
+    return matched, f"without {' and '.join(f'{wrapper}.' for wrapper in dict.fromkeys(wrappers))} in them"
 
 
 def _by_prefix(unmatched: Mapping[str, Stored], absent: Mapping[str, Stored]) -> Matched:
@@ -163,7 +175,11 @@ def _by_prefix(unmatched: Mapping[str, Stored], absent: Mapping[str, Stored]) ->
         base_name = f"{base_prefix}{name.removeprefix(prefix)}"
         if name.startswith(prefix) and _fits(stored, absent.get(base_name)):
             matched[base_name] = replace(stored, name=base_name)
-    return matched, f"by the prefix {prefix or 'no prefix'} for {base_prefix or 'no prefix'}"
+    if not base_prefix:
+        return matched, f"without their prefix {prefix}"
+    if not prefix:
+        return matched, f"by the prefix {base_prefix} of the base"
+    return matched, f"by the prefix {prefix} for {base_prefix}"
 
 
 def common_prefix(names: Iterable[str], others: Iterable[str]) -> tuple[str, str] | None:

@@ -24,7 +24,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -72,7 +72,10 @@ class Order:
     tf32 : bool
         Whether the product runs in TF32.
     between : torch.dtype or None
-        Dtype of the sum of a first merge, to which the delta is added once more; None where there was one merge.
+        Dtype of the sum of a first merge, to which a delta is added once more; None where there was one merge.
+    change : torch.dtype or None
+        Dtype of the difference between sum and weight, which is what a writer adds to the weight in the end, as of a
+        merged model; None where the sum itself is taken.
     """
 
     factors: torch.dtype | None = None
@@ -82,6 +85,7 @@ class Order:
     total: torch.dtype | None = None
     tf32: bool = False
     between: torch.dtype | None = None
+    change: torch.dtype | None = None
 
     @property
     def roundings(self) -> int:
@@ -95,6 +99,10 @@ class Order:
         parts = [f"{step} in {name_of(dtype)}" for step, dtype in {**named, "the sum": self.total}.items() if dtype]
         if self.tf32:
             parts.append("products in TF32")
+        if self.change is not None:
+            parts.append(f"the difference from the weight in {name_of(self.change)}, added again")
+        if self.between is not None:
+            parts.append(f"one adapter after the other, the sum in {name_of(self.between)} between them")
         return ", ".join(parts) or "one rounding"
 
 
@@ -116,7 +124,15 @@ def orders(stored: torch.dtype, base: torch.dtype, adapter: torch.dtype) -> list
             Order(factors=first, scaled=half, delta=half, total=total),
         ]
     found.sort(key=lambda one: one.roundings)
-    found += [replace(one, tf32=True) for one in found if not one.factors and not one.scaled]
+    # What fits less often is tried later: a difference that is added again (mergekit), and a sum in another half type.
+    plain = [one for one in found if not one.factors and not one.scaled]
+    found += [replace(one, change=half) for half in halves for one in plain if one.total in (None, half)]
+    if stored == torch.bfloat16 and torch.float16 not in halves:
+        half = torch.float16
+        found += [replace(one, total=half) for one in plain if one.total is None]
+        found += [Order(delta=half, total=half), Order(product=half, delta=half, total=half)]
+        found += [Order(factors=half, product=half, delta=half, total=half)]
+    found += [replace(one, tf32=True) for one in plain]
     return list(dict.fromkeys(found))
 
 
@@ -175,6 +191,8 @@ class _Product:
         if order.total not in (None, base.dtype):
             base = rounded(base.float(), order.total)
         merged = self._added_once(rows, base, out)
+        if order.change is not None:
+            return rounded(rounded(merged - base, order.change) + base, order.total)
         if order.between is not None:
             merged = self._added_once(rows, merged.to(order.between, copy=True), out)
         return merged
@@ -192,8 +210,19 @@ class _Product:
 
     def ends(self, rows: slice) -> torch.Tensor:
         """Return the lower and the upper ends of rows of the sum: `(2, n, columns)`, float64."""
+        return self._merged(self._product_ends(rows), self._base[rows])
+
+    def delta_ends(self, rows: slice) -> torch.Tensor:
+        """Return the lower and the upper ends of rows of the delta: `(2, n, columns)`, float64."""
+        return self._rounded_delta(self._product_ends(rows))
+
+    def _product_ends(self, rows: slice) -> torch.Tensor:
         middle, off = self._left[rows] @ self._right, self._off[0][rows] * self._off[1] + self._floor
-        return self._merged(torch.stack((middle - off, middle + off)), self._base[rows])
+        return torch.stack((middle - off, middle + off))
+
+    def _rounded_delta(self, ends: torch.Tensor) -> torch.Tensor:
+        """Return the ends of deltas from those of their products."""
+        return rounded(rounded(ends, self._order.product).mul_(self._scaling), self._order.delta)
 
     def ends_at(self, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
         """Return the lower and the upper ends of single elements: `(2, n)`, float64."""
@@ -203,15 +232,23 @@ class _Product:
 
     def _merged(self, ends: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
         order = self._order
-        deltas = rounded(rounded(ends, order.product).mul_(self._scaling), order.delta)
+        deltas = self._rounded_delta(ends)
         base = rounded(base.double(), order.total)
+        if order.change is not None:
+            sums = rounded(deltas.add_(base), order.total)
+            return rounded(rounded(sums - base, order.change).add_(base), order.total)
         if order.between is None:
             return rounded(deltas.add_(base), order.total)
         # what one merge left is the base of the other; both have the same delta, so that ends stay ends
-        return rounded(deltas + _stored_ends(rounded(deltas + base, order.total), order.between), order.total)
+        return rounded(deltas + stored_ends(rounded(deltas + base, order.total), order.between), order.total)
 
 
-def _stored_ends(ends: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def delta_ends(of: LowRankSum, order: Order) -> Callable[[slice], torch.Tensor]:
+    """Return what gives the ends of some rows of a delta, as an order rounds it: `(2, n, columns)`, float64."""
+    return _Product(of, order).delta_ends
+
+
+def stored_ends(ends: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Round ends of sums to the dtype that a writer stored them in, by way of float32 or not: `(2, ...)`, float64."""
     both = torch.stack((ends.to(dtype), ends.float().to(dtype))).double()
     return torch.stack((both[:, 0].amin(dim=0), both[:, 1].amax(dim=0)))

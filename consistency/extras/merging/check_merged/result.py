@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from consistency.capture.names import split_name
 from consistency.capture.wording import and_more, counted, layers_text, some
 from consistency.case import recognition
 from consistency.case.case import Case
+from consistency.case.preflight import folder_in_cache
 from consistency.comparison import kinds
 from consistency.comparison.outcomes import group_by_key
 from consistency.comparison.result import (
@@ -31,6 +33,7 @@ from consistency.comparison.result import (
     verdict_of,
     with_provenance,
 )
+from consistency.errors import UsageError
 from consistency.extras.merging.check_merged.causes import CAUSES, MERGED_FOLDER, ROLE, ZERO_DELTA, MergeCause
 from consistency.extras.merging.check_merged.check import check
 from consistency.extras.merging.check_merged.folder import Problem
@@ -46,7 +49,6 @@ _BASE_ALONE = frozenset(
         MergeCause.NOT_MERGED,
         MergeCause.TOWER_LEFT_OUT,
         MergeCause.EXPERTS_LEFT_OUT,
-        MergeCause.PART_LEFT_OUT,
         MergeCause.SAVED_DROPPED,
     }
 )
@@ -64,7 +66,8 @@ def check_merged(
     merged: AnyPath,
     *,
     base: AnyPath,
-    adapter: AnyPath | None = None,
+    adapter: AnyPath | Sequence[AnyPath] | None = None,
+    weights: Sequence[float] = (),
     out: AnyPath | None = None,
     allow_pickle: bool = False,
     trust_remote_code: bool = False,
@@ -76,8 +79,13 @@ def check_merged(
     ----------
     merged : path
         The folder, or one file of weights.
-    base, adapter : path
-        Folders, as `consistency run` takes them. Without an adapter the result tells what differs from the base.
+    base : path
+        A folder, or a hub id whose repository is in the hub's cache; nothing is downloaded.
+    adapter : path, or sequence of path
+        Folders of adapters; of several the folder has to hold the sum. Without one the result tells what differs from
+        the base.
+    weights : sequence of float
+        A factor for what each adapter adds, in their order; 1 for all without it.
     out : path, optional
         Folder for the report; nothing is kept without it.
     allow_pickle : bool
@@ -92,33 +100,41 @@ def check_merged(
     ConsistencyError
         One of them cannot be read. A wrong merge is never raised: give the result to `assert_consistent`.
     """
-    folders = [Path(folder) for folder in (base, adapter) if folder is not None]
+    base_folder = folder_in_cache(str(base), what="base")
+    adapters = [folder_in_cache(str(path), what="adapter") for path in _paths(adapter)]
+    if weights and len(weights) != len(adapters):
+        raise UsageError("not as many weights as adapters", got=f"{len(weights)} and {len(adapters)}")
     target = None if out is None else Path(out)
-    case = Case(
-        name="",
-        base=str(base),
-        adapter=None if adapter is None else str(adapter),
-        allow_pickle=allow_pickle,
-        trust_remote_code=trust_remote_code,
-    )
-    if adapter is not None:
-        recognition.refuse_swapped_folders(*folders)
-    recognition.refuse_base_without_config(folders[0])
+    case = Case(name="", base=str(base_folder), allow_pickle=allow_pickle, trust_remote_code=trust_remote_code)
+    for path in adapters:
+        recognition.refuse_swapped_folders(base_folder, path)
+    recognition.refuse_base_without_config(base_folder)
     if target is not None:
-        refuse_among_weights(target, folders[0], Path(merged), *folders[1:])
+        refuse_among_weights(target, base_folder, Path(merged), *adapters)
     with output(target, replace=replace):  # refused before any work
         started = time.monotonic()
-        folder = check(case, Path(merged))
-        comparison = with_provenance(as_comparison(folder, case, str(merged)), time.monotonic() - started)
-        return write_reports(comparison, target)
+        cases = [msgspec.structs.replace(case, adapter=str(path)) for path in adapters] or [case]
+        folder = check(cases, Path(merged), weights)
+        comparison = as_comparison(folder, case, str(merged), adapters=[str(path) for path in adapters])
+        return write_reports(with_provenance(comparison, time.monotonic() - started), target)
 
 
-def as_comparison(folder: MergedFolder, case: Case, label: str) -> Comparison:
-    """Return the result of a check as a comparison of the folder, called `label`, with base + adapter."""
-    about_tensors = _wrong(folder) if case.adapter is not None else _differences(folder)
+def _paths(adapter: AnyPath | Sequence[AnyPath] | None) -> list[Path]:
+    """Return the folders of the adapters, of which there may be one, several or none."""
+    if adapter is None:
+        return []
+    if isinstance(adapter, str | os.PathLike):
+        return [Path(adapter)]
+    return [Path(path) for path in adapter]
+
+
+def as_comparison(folder: MergedFolder, case: Case, label: str, *, adapters: Sequence[str]) -> Comparison:
+    """Return the result of a check as a comparison of the folder, called `label`, with base + adapters."""
+    about_tensors = _wrong(folder) if adapters else _differences(folder)
     findings = in_order(
         [
             *_problems(folder.problems),
+            *folder.settings,
             *_remarks(folder.remarks),
             *about_tensors,
             *_unpaired(folder),
@@ -132,7 +148,7 @@ def as_comparison(folder: MergedFolder, case: Case, label: str) -> Comparison:
     return Comparison(
         case=label,
         base=case.base,
-        adapter=case.adapter,
+        adapter=" + ".join(adapters) or None,
         dtype=folder.dtype,
         level="every element",
         load_paths=(MERGED_FOLDER,),
@@ -145,6 +161,7 @@ def as_comparison(folder: MergedFolder, case: Case, label: str) -> Comparison:
         architectures=(ArchitectureGroup(name="weights", workers=names),),
         tensors=tuple(_row(state, label) for state in folder.tensors),
         findings=findings,
+        not_checked=tuple(folder.not_checked),
     )
 
 
@@ -198,7 +215,7 @@ def _problems(problems: Sequence[Problem]) -> Iterator[Finding]:
             severity=severity,
             message=cause.sentence("; ".join(text for text in texts if text)),
             tensors=tuple(tensors),
-            next=None if severity == "note" else cause.todo,
+            next=None if severity == "note" else alike[0].todo or cause.todo,
         )
 
 
@@ -246,6 +263,10 @@ def _explained(causes: tuple[MergeCause, ...], states: list[TensorState], folder
     name = states[0].name
     if len(states) == 1 and is_explained and split_name(name)[0] not in texts[name]:
         subject = f"{subject} ({name})"
+    if 1 < len(states) < _count_alike(states, folder) and is_explained and not any(texts.values()):
+        layers = layers_text([split_name(state.name)[0] for state in states])
+    else:
+        layers = ""
     sentences: list[str] = []
     for cause in causes:
         sentence = cause.sentence("they" if sentences else subject)
@@ -256,7 +277,7 @@ def _explained(causes: tuple[MergeCause, ...], states: list[TensorState], folder
     return Finding(
         kind=causes[0],
         severity="error",
-        message="; or ".join(sentences),
+        message=f"{'; or '.join(sentences)}: {layers}" if layers else "; or ".join(sentences),
         tensors=_names(states),
         detail=tuple(_detail(state, texts[state.name]) for state in detailed_states[:_MOST_DETAIL]),
         next=states[0].advice or causes[0].todo,
@@ -267,8 +288,13 @@ def _subject(states: Sequence[TensorState], folder: MergedFolder) -> str:
     """Return `2 of 9 adapted tensors`: how many tensors there are, of all with their roles."""
     roles = {state.role for state in states}
     noun = f"{next(iter(roles))} tensor" if len(roles) == 1 else "tensor"
-    total = sum(state.role in roles for state in folder.tensors)
-    return f"{len(states)} of {counted(total, noun)}"
+    return f"{len(states)} of {counted(_count_alike(states, folder), noun)}"
+
+
+def _count_alike(states: Sequence[TensorState], folder: MergedFolder) -> int:
+    """Return how many tensors of the folder have the roles of some."""
+    roles = {state.role for state in states}
+    return sum(state.role in roles for state in folder.tensors)
 
 
 def _differences(folder: MergedFolder) -> Iterator[Finding]:
@@ -339,7 +365,7 @@ def _not_judged(folder: MergedFolder) -> Iterator[Finding]:
 def _notes(folder: MergedFolder) -> Iterator[Finding]:
     """Yield how names were matched, how the writer rounded, and what that took of the adapter's effect."""
     if folder.mapping:
-        yield Finding(kind=NAMES, severity="note", message=f"names matched {'; '.join(folder.mapping)}")
+        yield Finding(kind=NAMES, severity="note", message=f"names matched: {'; '.join(folder.mapping)}")
     if folder.orders:
         texts = []
         for order, count in folder.orders.items():
@@ -372,6 +398,7 @@ class _Counts:
     right: int  # hold base + adapter, the unchanged ones too
     unchanged: int  # right, where the adapter adds nothing
     base_alone: int
+    in_part: int  # hold base + adapter in some rows, and the base in the others
     missing: int
     broken: int  # cannot be judged, because the adapter is not finite there
     overflowed: int  # hold NaN or infinity
@@ -383,7 +410,7 @@ class _Counts:
     @property
     def otherwise_wrong(self) -> int:
         """Return the number of adapted tensors that none of the other numbers counts."""
-        counted_ones = self.right + self.base_alone + self.missing + self.broken + self.overflowed
+        counted_ones = self.right + self.base_alone + self.in_part + self.missing + self.broken + self.overflowed
         return self.adapted - counted_ones - self.adapted_skipped
 
 
@@ -399,6 +426,7 @@ def _counts(comparison: Comparison) -> _Counts:
         right=len(right),
         unchanged=sum(ZERO_DELTA in outcome.evidence for outcome in right),
         base_alone=sum(bool(of_tensor) and of_tensor <= _BASE_ALONE for of_tensor in causes),
+        in_part=sum(of_tensor == {MergeCause.PART_LEFT_OUT} for of_tensor in causes),
         missing=sum(outcome.status == "missing" for outcome in adapted),
         broken=sum(of_tensor == {MergeCause.ADAPTER_NOT_FINITE} for of_tensor in causes),
         overflowed=sum(of_tensor == {MergeCause.OVERFLOW} for of_tensor in causes),
@@ -437,6 +465,8 @@ def _adapted_texts(counts: _Counts) -> Iterator[str]:
         yield f"{counts.broken} cannot be judged, since the adapter is not finite there"
     if counts.base_alone:
         yield f"{counts.base_alone} {_holds(counts.base_alone)} the base alone"
+    if counts.in_part:
+        yield f"{counts.in_part} {_holds(counts.in_part)} it in a part of the rows alone"
     if counts.missing:
         yield f"{counts.missing} {_is(counts.missing)} missing"
     if counts.overflowed:
@@ -458,6 +488,13 @@ def _other_texts(counts: _Counts) -> Iterator[str]:
         yield f"{counted(counts.skipped, 'tensor')} could not be judged"
 
 
+def _does_not_load(comparison: Comparison) -> bool:
+    """Return whether transformers does not load the folder, or not all of it."""
+    return any(
+        finding.kind == MergeCause.DOES_NOT_LOAD and finding.severity == "error" for finding in comparison.findings
+    )
+
+
 def _heading(comparison: Comparison, counts: _Counts) -> str:
     """Return the verdict in capitals: what the folder is."""
     if comparison.verdict != "inconsistent":
@@ -471,7 +508,8 @@ def _heading(comparison: Comparison, counts: _Counts) -> str:
         return "NOT ALL JUDGED"
     if counts.base_alone == counts.adapted:  # no adapted tensor at all, too
         return "NOT MERGED"
-    if counts.right + counts.base_alone + counts.missing == counts.adapted:
-        is_partial = counts.base_alone or counts.missing
-        return "NOT MERGED WHOLE" if is_partial else "MERGED, AND WRONG BESIDE"
+    if counts.right + counts.base_alone + counts.in_part + counts.missing == counts.adapted:
+        if counts.base_alone or counts.in_part or counts.missing:
+            return "NOT MERGED WHOLE"
+        return "MERGED, AND DOES NOT LOAD" if _does_not_load(comparison) else "MERGED, AND WRONG BESIDE"
     return "WRONGLY MERGED"

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from consistency.capture.adapter_remarks import AdapterRemark
+from consistency.comparison.result import Finding
 from consistency.extras.merging.check_merged.adapter import LowRankTarget, Target
 from consistency.extras.merging.check_merged.causes import MergeCause
 from consistency.extras.merging.check_merged.difference import Difference
@@ -108,6 +109,10 @@ class MergedFolder:
         What rounding took of the adapter's effect.
     remarks : list of AdapterRemark
         Flaws of the adapter itself.
+    settings : list of Finding
+        How the folder's settings differ from the base's.
+    not_checked : list of str
+        Parts that could not be checked, with the reason.
     dtype : str
         Most frequent dtype of the folder's matrices.
     """
@@ -118,6 +123,8 @@ class MergedFolder:
     mapping: list[str] = field(default_factory=list)
     orders: Counter[Order] = field(default_factory=Counter)
     effect: Effect = field(default_factory=Effect)
+    settings: list[Finding] = field(default_factory=list)
+    not_checked: list[str] = field(default_factory=list)
     dtype: str = ""
 
     def with_role(self, *roles: str) -> list[TensorState]:

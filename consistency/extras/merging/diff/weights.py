@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from consistency.capture.names import adapter_place
-from consistency.capture.wording import and_more, counted, some
+from consistency.capture.wording import counted, some
 from consistency.case.checkpoint import read_json
 from consistency.comparison import kinds
 from consistency.comparison.findings.causes import causes_of
@@ -35,6 +35,7 @@ from consistency.devices.cores import available_cores
 from consistency.errors import InputError
 from consistency.extras.merging import kinds as kinds_of_files
 from consistency.extras.merging.diff.mapped import StoredTensor, open_weights
+from consistency.extras.merging.settings import SettingDifference, differences, listed_differences, text_differences
 from consistency.numerics import words
 from consistency.numerics.not_finite_bits import count_in_bits
 from consistency.numerics.same_bytes import same_memory
@@ -353,26 +354,6 @@ def _summary(label: str) -> WorkerSummary:
 
 
 _FILES = ("adapter_config.json", "config.json")
-_OF_TEXT = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
-
-# origin, versions and intended use: no value of a forward pass depends on these
-_HARMLESS = frozenset(
-    (
-        "_name_or_path",
-        "_commit_hash",
-        "base_model_name_or_path",
-        "revision",
-        "dtype",
-        "torch_dtype",  # as which it was saved; the tensors themselves show it
-        "peft_version",
-        "transformers_version",
-        "auto_mapping",
-        "inference_mode",
-        "use_cache",
-    )
-)
-
-_MOST_KEYS = 5  # of a sentence; the files are there to be read
 
 
 def find_settings(actual: Path, expected: Path, labels: tuple[str, str]) -> Iterator[Finding]:
@@ -388,40 +369,22 @@ def find_settings(actual: Path, expected: Path, labels: tuple[str, str]) -> Iter
             label = labels[0] if present[0] else labels[1]
             yield _settings_finding("error", f"only {label} has {name}", labels)
             continue
-        got, wanted = read_json(actual / name), read_json(expected / name)
-        keys = [key for key in dict.fromkeys((*wanted, *got)) if not _is_same_value(got.get(key), wanted.get(key))]
-        keys_by_severity: dict[Severity, list[str]] = {
-            "error": [key for key in keys if key not in _HARMLESS],
-            "note": [key for key in keys if key in _HARMLESS],
+        differing = differences(read_json(actual / name), read_json(expected / name))
+        by_severity: dict[Severity, list[SettingDifference]] = {
+            "error": [difference for difference in differing if not difference.is_harmless],
+            "note": [difference for difference in differing if difference.is_harmless],
         }
-        for severity, differing in keys_by_severity.items():
-            if differing:
-                parts = [f"{key} is {got.get(key)!r}, was {wanted.get(key)!r}" for key in differing[:_MOST_KEYS]]
-                parts.append(and_more(len(differing) - _MOST_KEYS))
-                differences = "; ".join(filter(None, parts))
-                yield _settings_finding(severity, f"{name} of {labels[0]} differs: {differences}", labels)
+        for severity, alike in by_severity.items():
+            if alike:
+                message = f"{name} of {labels[0]} differs: {listed_differences(alike)}"
+                yield _settings_finding(severity, message, labels)
 
 
 def find_files_of_text(actual: Path, expected: Path, labels: tuple[str, str]) -> Iterator[Finding]:
-    """Yield a note for each file on how text is read and written, where both folders have it with other bytes."""
-    for name in _OF_TEXT:
-        files = [folder / name for folder in (actual, expected)]
-        if all(file.is_file() for file in files) and files[0].read_bytes() != files[1].read_bytes():
-            yield _settings_finding(
-                "note", f"{name} of {labels[0]} differs: the same text may be read or written otherwise", labels
-            )
+    """Yield a note for each difference in how two folders read, write and end text."""
+    for difference in text_differences(actual, expected):
+        yield _settings_finding("note", difference.sentence(*labels), labels)
 
 
 def _settings_finding(severity: Severity, message: str, labels: tuple[str, str]) -> Finding:
     return Finding(kind=kinds.SETTINGS, severity=severity, message=message, workers=(labels[0],))
-
-
-def _is_same_value(actual: Any, expected: Any) -> bool:
-    """Report whether two values of JSON are the same; PEFT writes sets of names as lists in any order."""
-    are_lists = isinstance(actual, list) and isinstance(expected, list)
-    if are_lists and all(isinstance(item, str) for item in (*actual, *expected)):
-        return sorted(actual) == sorted(expected)
-    # 1 and 1.0 are the same, 1 and true are not
-    if isinstance(actual, float | int) and isinstance(expected, float | int):
-        return actual == expected and isinstance(actual, bool) == isinstance(expected, bool)
-    return bool(actual == expected)

@@ -25,7 +25,7 @@ from consistency.worker.model.running import activations, tokens_of
 
 STAGE, DONE = "adapters", "done"
 _MOST_NAMED = 2  # tensors that a sentence names
-_MOST_IN_EVIDENCE = 64
+MOST_IN_EVIDENCE = 64
 _BASE = "the base"
 
 Digests = dict[str, str]
@@ -102,7 +102,7 @@ class MultiAdapterModel:
             f"{step} changes {_counted(changed_here)} of {owner}, which it has to leave as they were loaded",
             word=words.BYTES_CHANGED,
             tensors=tensors,
-            changed=changed_here[:_MOST_IN_EVIDENCE],
+            changed=changed_here[:MOST_IN_EVIDENCE],
         )
 
     def check_result(self, step: str, name: str = _BASE) -> None:

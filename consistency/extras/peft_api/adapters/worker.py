@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -24,7 +24,14 @@ from consistency.case.named_adapters import NamedAdapter
 from consistency.extras.peft_api.adapters.combining import combine
 from consistency.extras.peft_api.adapters.hotswap import hotswap
 from consistency.extras.peft_api.adapters.merging import merge
-from consistency.extras.peft_api.adapters.multi_adapter_model import STAGE, Digests, MultiAdapterModel, results
+from consistency.extras.peft_api.adapters.multi_adapter_model import (
+    MOST_IN_EVIDENCE,
+    STAGE,
+    Digests,
+    MultiAdapterModel,
+    results,
+)
+from consistency.numerics import words
 from consistency.numerics.dtype import name_of
 from consistency.numerics.rules import Rule
 from consistency.worker.context import Context, inputs_fit
@@ -50,7 +57,13 @@ def run(context: Context) -> None:
         with warnings.catch_warnings():
             # that an adapter is merged over another, or is active when it is deleted, is meant here
             warnings.filterwarnings("ignore", category=UserWarning, module="peft")
+            first = context.job.case.adapters[0]
+            if context.rewritten:
+                _record_rewriting(context, first, context.rewritten)
+                return
             multi_model = _load(context)
+            if multi_model is None:
+                return
             _check_loaded(multi_model)
             for done, (step, check) in enumerate(_STEPS.items()):
                 context.events.step(step, done, len(_STEPS))
@@ -64,13 +77,24 @@ def _require_several(context: Context) -> None:
         raise Skip("the case has one adapter: give several as --adapter NAME=PATH")
     if context.base.offload is not None:
         raise Skip("the base is streamed from the host: adapters are switched on a model that is on its device")
-    if context.rewritten:
-        rewrites = "loading the first adapter rewrites weights of the base"
-        raise Skip(f"{rewrites}, so the others would be loaded onto another base")
 
 
-def _load(context: Context) -> MultiAdapterModel:
-    """Load each adapter alone, for its results, then all into one model."""
+def _record_rewriting(context: Context, adapter: NamedAdapter, rewritten: Collection[str]) -> None:
+    """Record that loading an adapter rewrites the base, so that it cannot share a model with others."""
+    names = sorted(rewritten)
+    reason = (
+        f"loading {adapter.name} rewrites {len(names)} weights of the base, such as {names[0]}, so that every other "
+        f"adapter in the model is on another base: convert {adapter.name} by PEFT's save_pretrained() with "
+        "path_initial_model_for_weight_conversion"
+    )
+    evidence = {"tensors": len(context.base.tensors), "changed": names[:MOST_IN_EVIDENCE]}
+    step = f"loading {adapter.name}"
+    word = words.BYTES_CHANGED
+    context.record.fact(STAGE, step, "bytes of the base", status="outside", word=word, reason=reason, evidence=evidence)
+
+
+def _load(context: Context) -> MultiAdapterModel | None:
+    """Load each adapter alone, for its results, then all into one model; None where one of them rewrites the base."""
     case, bare = context.job.case, context.bare
     assert bare is not None
     autocast = context.job.autocast_adapter_dtype
@@ -86,6 +110,9 @@ def _load(context: Context) -> MultiAdapterModel:
     for done, adapter in enumerate(case.adapters):
         context.events.step(f"{adapter.name} alone", done, len(case.adapters))
         model: Any = load_adapter(context.base, case, instead=adapter, autocast=autocast).model
+        if rewritten := context.changed_base():
+            _record_rewriting(context, adapter, rewritten)
+            return None
         if inputs is not None:
             alone[adapter.name] = results(model, inputs)
         del model

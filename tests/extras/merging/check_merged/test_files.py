@@ -81,6 +81,18 @@ def test_a_tensor_in_two_shards(tmp_path: Path) -> None:
     assert "1 tensor in two shards: lm_head.weight" in message(found, MergeCause.FILES)
 
 
+def test_a_shard_that_the_index_does_not_name(tmp_path: Path) -> None:
+    case = llama(tmp_path)
+    parts = halves(case.right())
+    index = index_of(parts)
+    first, second = parts
+    listed = {name: file for name, file in index.items() if file == first}
+    found = check(case, shards(case, tmp_path / "m", parts, listed))
+    messages = [one.message for one in found.findings if one.kind == MergeCause.FILES]
+    assert any(f"{second} holds {len(parts[second])} tensors that the index does not name" in text for text in messages)
+    assert found.verdict == "inconsistent"
+
+
 def test_a_set_of_shards_that_is_stale(tmp_path: Path) -> None:
     case = llama(tmp_path)
     parts = {"model.safetensors": case.right(), **halves(case.tensors)}
@@ -114,13 +126,6 @@ def test_missing_and_extra_tensors(tmp_path: Path) -> None:
     assert any("1 tensor that neither base nor adapter has" in text for text in messages)
 
 
-@pytest.mark.parametrize("prefix", ["thinker.", "_orig_mod.", "base_model.model."])
-def test_one_prefix(tmp_path: Path, prefix: str) -> None:
-    case = llama(tmp_path)
-    found = checked(case, tmp_path, {f"{prefix}{name}": tensor for name, tensor in case.right().items()})
-    assert (found.verdict, kinds(found)) == ("consistent", [])
-
-
 def test_a_fused_projection(tmp_path: Path) -> None:
     case = llama(tmp_path)
     tensors = case.right()
@@ -129,7 +134,8 @@ def test_a_fused_projection(tmp_path: Path) -> None:
         tensors[f"{attention}qkv_proj.weight"] = torch.cat([tensors.pop(f"{attention}{x}_proj.weight") for x in "qkv"])
         tensors[f"{mlp}gate_up_proj.weight"] = torch.cat([tensors.pop(f"{mlp}{x}_proj.weight") for x in ("gate", "up")])
     found = checked(case, tmp_path, tensors)
-    assert (found.verdict, kinds(found)) == ("consistent", [])
+    assert kinds(found) == [MergeCause.DOES_NOT_LOAD], "transformers' Llama has no such weights"
+    assert all(one.status != "outside" for row in found.tensors for one in row.outcomes)
     assert any("as parts of gate_up_proj, qkv_proj" in one.message for one in found.findings)
 
 
@@ -138,6 +144,7 @@ def test_a_pickle_only_where_it_is_allowed(tmp_path: Path) -> None:
     merged = tmp_path / "m"
     merged.mkdir()
     torch.save(case.right(), merged / "pytorch_model.bin")
+    (merged / "config.json").write_bytes((case.base / "config.json").read_bytes())
     with pytest.raises(InputError, match="pickle"):
         check(case, merged)
     assert check_merged(merged, base=case.base, adapter=case.adapter, allow_pickle=True).verdict == "consistent"

@@ -108,6 +108,37 @@ def test_mlx(tmp_path: Path, bits: int) -> None:
     assert kinds(check(case, tmp_path, base, config)) == [MergeCause.NOT_MERGED]
 
 
+def dequantized_by_mlx(parts: Tensors, layer: str, *, rounds_between: bool) -> torch.Tensor:
+    """Return what MLX makes of a weight of 8 bits: product and sum in bfloat16, or the sum alone rounded to it."""
+    codes = parts[f"{layer}.weight"].view(torch.uint8)
+    scale, offset = (parts[f"{layer}.{part}"].repeat_interleave(64, dim=1) for part in ("scales", "biases"))
+    if rounds_between:
+        return codes.bfloat16() * scale + offset
+    return (codes.float() * scale.float() + offset.float()).bfloat16()
+
+
+@pytest.mark.parametrize("rounds_between", [True, False])
+def test_a_merge_into_what_mlx_dequantized(tmp_path: Path, rounds_between: bool) -> None:
+    """`mlx_lm fuse --dequantize`, whose rounding on the way is none that torch's own formula makes."""
+    case = wide(tmp_path)
+    quantized, right = ({"norm.weight": case.tensors["norm.weight"]} for _ in range(2))
+    for name in case.deltas:
+        layer = name.removesuffix(".weight")
+        parts = mlx(case.tensors[name], layer, bits=8)
+        quantized |= parts
+        weight = dequantized_by_mlx(parts, layer, rounds_between=rounds_between)
+        right[name] = weight + case.delta(name).bfloat16()
+    base = tmp_path / "quantized"
+    base.mkdir()
+    save_file(quantized, base / "model.safetensors", {"format": "pt"})
+    (base / "config.json").write_text(json.dumps({"model_type": "wide", "quantization": {"bits": 8, "group_size": 64}}))
+    assert kinds(check(case, tmp_path, right, {"model_type": "wide"}, base)) == []
+    wrong = {name: tensor.clone() for name, tensor in right.items()}
+    wrong["layers.1.fc.weight"].view(torch.int16)[3, 5] += 1
+    found = check(case, tmp_path, wrong, {"model_type": "wide"}, base)
+    assert [row.layer for row in found.tensors if row.is_wrong] == ["layers.1.fc"]
+
+
 def test_a_format_that_is_not_read_says_so(tmp_path: Path) -> None:
     case = wide(tmp_path)
     tensors = case.right()

@@ -126,6 +126,19 @@ def test_doras_magnitude_is_not_applied(tmp_path: Path) -> None:
     assert kinds(made.changed(without)) == [MergeCause.MAGNITUDE]
 
 
+def test_dora_whose_change_is_rounded_and_added_again(tmp_path: Path) -> None:
+    """axolotl computes the merged layer, rounds what it has more than the base, and adds that to the base."""
+    made = in_bfloat16(trained(tmp_path, "llama", "LORA", "use_dora"))
+    merged = made.merge(torch.float32)
+    file = merged / "model.safetensors"
+    right, base = load_file(file), load_file(made.base / "model.safetensors")
+    for name, tensor in right.items():
+        right[name] = base[name] + (tensor - base[name].float()).bfloat16()
+    save_file(right, file, {"format": "pt"})
+    found = made.check(merged)
+    assert (found.verdict, kinds(found)) == ("consistent", [])
+
+
 def test_a_residual_base_is_needed(tmp_path: Path) -> None:
     made = trained(tmp_path, "llama", "LORA", "pissa")
     factors = load_file(made.adapter / "adapter_model.safetensors")
@@ -258,5 +271,6 @@ def test_a_folder_with_other_prefixes(tmp_path: Path) -> None:
             tensors[f"thinker.{name}"] = tensors.pop(name)
 
     found = made.changed(rename)
-    assert (found.verdict, kinds(found)) == ("consistent", [])
+    assert kinds(found) == [MergeCause.DOES_NOT_LOAD], "its own config.json makes no thinker"
+    assert all(one.status != "outside" for row in found.tensors for one in row.outcomes)
     assert any("by the prefix thinker. for " in one.message for one in found.findings), found.findings

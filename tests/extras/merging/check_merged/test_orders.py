@@ -70,7 +70,32 @@ def in_float64(w: torch.Tensor, b: torch.Tensor, a: torch.Tensor, s: float) -> t
     return (w.double() + s * (b.double() @ a.double())).to(w.dtype)
 
 
-WRITERS: tuple[Made, ...] = (plain, plain_on_an_accelerator, safe, unsloth, torchtune, mlx, megatron, in_float64)
+def as_a_change(w: torch.Tensor, b: torch.Tensor, a: torch.Tensor, s: float) -> torch.Tensor:
+    """mergekit: what a merged model has more than its base, added to the base again."""
+    return w + (unsloth(w, b, a, s) - w)
+
+
+def as_a_change_in_float32(w: torch.Tensor, b: torch.Tensor, a: torch.Tensor, s: float) -> torch.Tensor:
+    return w + (w.float() + s * (b.float() @ a.float()) - w.float()).to(w.dtype)
+
+
+def through_float16(w: torch.Tensor, b: torch.Tensor, a: torch.Tensor, s: float) -> torch.Tensor:
+    """A model that was loaded and merged in float16, and saved in its own dtype."""
+    return plain(w.to(F16), b, a, s).to(w.dtype)
+
+
+WRITERS: tuple[Made, ...] = (
+    plain,
+    plain_on_an_accelerator,
+    safe,
+    unsloth,
+    torchtune,
+    mlx,
+    megatron,
+    in_float64,
+    as_a_change,
+    as_a_change_in_float32,
+)
 
 
 @pytest.mark.parametrize("writer", WRITERS, ids=lambda one: one.__name__)
@@ -86,6 +111,12 @@ def test_a_writer_is_right(writer: Made, dtype: torch.dtype, adapter: torch.dtyp
     assert MergeWriter().judge(merged, LowRankSum(w, b, a, scaling)).outside == 0
 
 
+@pytest.mark.parametrize("adapter", [F32, BF16])
+def test_a_sum_in_float16_that_was_saved_in_bfloat16(adapter: torch.dtype) -> None:
+    w, b, a = matrices(BF16, adapter)
+    assert MergeWriter().judge(through_float16(w, b, a, 2.0), LowRankSum(w, b, a, 2.0)).outside == 0
+
+
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("writer", [plain, safe, unsloth], ids=lambda one: one.__name__)
 def test_a_base_that_was_loaded_in_a_half_type(writer: Made, dtype: torch.dtype) -> None:
@@ -93,7 +124,7 @@ def test_a_base_that_was_loaded_in_a_half_type(writer: Made, dtype: torch.dtype)
     assert MergeWriter().judge(writer(w.to(dtype), b, a, 2.0), LowRankSum(w, b, a, 2.0)).outside == 0
 
 
-@pytest.mark.parametrize("writer", [plain, safe, unsloth, mlx], ids=lambda one: one.__name__)
+@pytest.mark.parametrize("writer", [plain, safe, unsloth, mlx, as_a_change], ids=lambda one: one.__name__)
 @pytest.mark.parametrize("dtype", HALVES)
 def test_one_unit_in_the_last_place_is_found_beside_any_writer(writer: Made, dtype: torch.dtype) -> None:
     """Off by two roundings: the value before or after the right one."""

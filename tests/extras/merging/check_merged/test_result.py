@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -12,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import consistency
 from consistency.cli.main import main
-from consistency.errors import UsageError
+from consistency.errors import InputError, UsageError
 from consistency.extras.merging.check_merged.causes import MergeCause
 from tests.extras.merging.check_merged.made_merges import Case, change_adapter, llama, write
 
@@ -112,16 +113,6 @@ def test_diff_names_the_command(case: Case, capsys: pytest.CaptureFixture[str]) 
     assert f"next: consistency check-merged --base {case.base} {folder}" in capsys.readouterr().out
 
 
-def test_a_second_adapter_is_refused(case: Case, capsys: pytest.CaptureFixture[str]) -> None:
-    """The last of two would win, and the right folder of both would be called wrong."""
-    folder = merged(case, right=True)
-    assert main(command(case, folder, "--adapter", "another")) == 2
-    said = capsys.readouterr().err
-    assert "--adapter was given twice" in said
-    assert f"{case.adapter} and another" in said
-    assert "check the last one alone" in said
-
-
 def test_layers_without_a_delta_are_counted_apart(case: Case, capsys: pytest.CaptureFixture[str]) -> None:
     def untrain(tensors: dict[str, torch.Tensor]) -> None:
         for key in tensors:
@@ -163,3 +154,29 @@ def test_an_adapter_that_is_not_finite_is_no_fault_of_the_folder(
     assert main(command(case, folder)) == 1
     shown = capsys.readouterr().out
     assert "BROKEN ADAPTER   13 of 14 adapted tensors hold base + adapter; 1 cannot be judged" in shown
+
+
+def test_a_base_by_its_hub_id_in_the_cache(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """README says that `--base` is a folder or a hub id; nothing is downloaded for it."""
+    from huggingface_hub import constants
+
+    revision = "0123456789abcdef0123456789abcdef01234567"
+    repository = tmp_path / "hub" / "models--org--tiny"
+    snapshot = repository / "snapshots" / revision
+    snapshot.parent.mkdir(parents=True)
+    shutil.copytree(case.base, snapshot)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(revision)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    found = consistency.check_merged(merged(case, right=True), base="org/tiny", adapter=case.adapter)
+    assert found.verdict == "consistent"
+    with pytest.raises(InputError, match="the hub's cache does not hold it"):
+        consistency.check_merged(merged(case, right=True), base="org/absent", adapter=case.adapter)
+
+
+def test_a_part_of_a_pipeline_is_called_by_its_name(case: Case, tmp_path: Path) -> None:
+    unet = tmp_path / "unet"
+    unet.mkdir()
+    (unet / "config.json").write_text('{"_class_name": "UNet2DConditionModel", "_diffusers_version": "0.30"}')
+    with pytest.raises(InputError, match="holds UNet2DConditionModel of diffusers"):
+        consistency.check_merged(merged(case, right=True), base=unet, adapter=case.adapter)

@@ -256,3 +256,13 @@ def test_hotswap_that_clears_another_adapter_is_found_once(several: Several) -> 
     found = several(first=lora(), first_b=lora())
     (only,) = wrong([one for one in found if one.status == "outside"])
     assert only.startswith("hotswap(first_b over first).bytes of first_b: ")
+
+
+@pytest.mark.parametrize("names", [("plain", "pissa"), ("pissa", "plain")])
+def test_an_adapter_that_rewrites_the_base_is_named(several: Several, names: tuple[str, str]) -> None:
+    """The other's answers change beside it, and no function of PEFT that switches adapters is to blame."""
+    configs = {"plain": lora(init_lora_weights=False), "pissa": lora(init_lora_weights="pissa")}
+    found = several(**{name: configs[name] for name in names})
+    (text,) = wrong(found)
+    assert text.startswith("loading pissa.bytes of the base: loading pissa rewrites 2 weights of the base")
+    assert "convert pissa" in text
