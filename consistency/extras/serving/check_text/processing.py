@@ -18,8 +18,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from dataclasses import replace as replace_fields
 
 import torch
+from msgspec.structs import replace
 
 from consistency.extras.serving.check_text.sampling import Sampling
 
@@ -38,12 +40,21 @@ _TEMPERATURE_STEP = 1.1
 _DIGITS = (1, 2, 3)
 """Decimals of a parameter that somebody sets: the fewest that fit name it."""
 
+_USUAL_TOP_K = (1000, 500, 200, 100, 64, 50, 40, 30, 20, 10, 5)
+_USUAL_TOP_P = (0.99, 0.98, 0.95, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5)
 USUAL_SAMPLERS = (
-    *(Sampling(top_p=top_p) for top_p in (0.99, 0.98, 0.95, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5)),
-    *(Sampling(top_k=top_k) for top_k in (1000, 500, 200, 100, 64, 50, 40, 30, 20, 10, 5)),
+    *(Sampling(top_p=top_p) for top_p in _USUAL_TOP_P),
+    *(Sampling(top_k=top_k) for top_k in _USUAL_TOP_K),
+    *(Sampling(top_k=top_k, top_p=top_p) for top_k in (20, 40, 50, 64) for top_p in (0.95, 0.9, 0.8)),
     *(Sampling(min_p=min_p) for min_p in (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2)),
 )
 """Samplers that are tried where rounding at each token is too large to tell the parameter."""
+
+_MOST_RANKED = 64
+"""Tokens, the least likely ones, by which usual samplers are compared."""
+
+_NEAREST = 3
+"""Usual samplers that are tried, those with the smallest squares."""
 
 _USUAL_TEMPERATURES = (1.0, 0.7, 0.6, 0.8, 0.9, 0.5, 1.2, 0.3, 0.2, 0.4, 0.1, 0.75, 0.95, 1.1, 1.5)
 """Temperatures that are tried together with tokens left out: there the temperature cannot be fitted by itself."""
@@ -193,6 +204,13 @@ class Ranking:
             places=places,
         )
 
+    def at(self, temperature: float) -> Ranking:
+        """Return the same tokens at another temperature, which leaves their order."""
+        scores = self.scores / temperature
+        return replace_fields(
+            self, scores=scores, sums=scores.logcumsumexp(-1), chosen_scores=self.chosen_scores / temperature
+        )
+
     def counts_left(self, sampling: Sampling, slack: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the fewest and the most tokens that a sampler may leave at each place, `(tokens,)` each.
 
@@ -278,10 +296,12 @@ def processings_of(
         for temperature in temperatures:
             found.append(Processing(sampling=Sampling(temperature=temperature), is_end_masked=is_end_masked))
     for is_end_masked in masks:
-        for sampling in _leaving_out(wanted, logits.of(is_end_masked=is_end_masked), chosen, allowed):
+        of_mask = logits.of(is_end_masked=is_end_masked)
+        fitted = next(_leaving_out(wanted, of_mask, chosen, allowed), None)
+        samplers = [] if fitted is None else [fitted]
+        for sampling in [*samplers, *_nearest_usual(wanted, of_mask, chosen)]:
             found.append(Processing(sampling=sampling, is_end_masked=is_end_masked))
-            break  # the first fits all tokens: one that leaves more out would only be tried for nothing
-    return found
+    return list(dict.fromkeys(found))
 
 
 def _temperatures(wanted: torch.Tensor, logits: torch.Tensor, chosen: torch.Tensor) -> list[float]:
@@ -331,6 +351,23 @@ def _leaving_out(
             continue
         base = Sampling(temperature=temperature)
         yield from _parameters(ranking, *counts, slack, base)
+
+
+def _nearest_usual(wanted: torch.Tensor, logits: torch.Tensor, chosen: torch.Tensor) -> list[Sampling]:
+    """Return the usual samplers whose log probabilities are nearest to those wanted, by their squares.
+
+    Where rounding at each token is large, many numbers of tokens fit each, and all tokens together tell the parameter.
+    """
+    few = wanted.argsort()[:_MOST_RANKED]
+    wanted, chosen = wanted[few], chosen[few]
+    sorted_once = Ranking.of(logits[few], chosen, 1.0)
+    squares = {}
+    for temperature in _USUAL_TEMPERATURES:
+        ranking = sorted_once.at(temperature)
+        for usual in USUAL_SAMPLERS:
+            sampling = replace(usual, temperature=temperature)
+            squares[sampling] = float((ranking.logprobs(sampling) - wanted).square().sum())
+    return sorted(squares, key=lambda sampling: squares[sampling])[:_NEAREST]
 
 
 def _parameters(
