@@ -534,6 +534,8 @@ def part_beyond_all(actual: torch.Tensor, of: LowRankSum, *, is_twice: bool = Fa
         exact = once + delta
         sums = sums + exact.abs()
     halves = [dtype for dtype in (actual.dtype, of.base.dtype, of.left.dtype) if dtype in HALF_TYPES]
+    if actual.dtype == torch.bfloat16:
+        halves.append(torch.float16)  # a sum in float16, which has fewer small numbers
     unit = max(UNIT_ROUNDOFF.get(dtype, 1.0) for dtype in (actual.dtype, *halves))
     norms = of.left.double().norm(dim=1, keepdim=True) * of.right.double().norm(dim=0) * abs(of.scaling)
     is_cast = any(half != of.base.dtype for half in halves)

@@ -26,7 +26,7 @@ OF_DEFAULT = ("float16", "bfloat16")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Arithmetic:
+class EngineArithmetic:
     """How a writer computes.
 
     Attributes
@@ -42,7 +42,7 @@ class Arithmetic:
         return RoundedCache(self.kv_dtype, seed) if self.kv_dtype else None
 
 
-OWN = Arithmetic()
+OWN = EngineArithmetic()
 """The model's own dtype throughout."""
 
 

@@ -43,7 +43,7 @@ from consistency.extras.serving.check_text.alternatives import (
     causes_of,
     figures_without_adapter,
 )
-from consistency.extras.serving.check_text.arithmetic import OF_DEFAULT, Arithmetic
+from consistency.extras.serving.check_text.arithmetic import OF_DEFAULT, EngineArithmetic
 from consistency.extras.serving.check_text.causes import TextCause
 from consistency.extras.serving.check_text.differences import summarize
 from consistency.extras.serving.check_text.judged_text import JudgedText, Step, TokenFigures, chosen_ids
@@ -306,11 +306,11 @@ class _Judging:
         return None if is_greedy else sampling
 
     def _judge_exactly(self, number: int) -> None:
-        judged = self._in_arithmetic(number, Arithmetic(kv_dtype=self.run.options.kv_dtype))
+        judged = self._in_arithmetic(number, EngineArithmetic(kv_dtype=self.run.options.kv_dtype))
         self.exact[number] = judged
         self.tokens[number] = judged.tokens
 
-    def _in_arithmetic(self, number: int, arithmetic: Arithmetic) -> JudgedText:
+    def _in_arithmetic(self, number: int, arithmetic: EngineArithmetic) -> JudgedText:
         step = functools.partial(self.step, number)
         return JudgedText.of(self.run.model, self.tokens[number], self.run.tokenizer, step, arithmetic)
 
@@ -604,7 +604,7 @@ class _Judging:
         for dtype in KV_DTYPES:
             if dtype in UNIT_ROUNDOFF and UNIT_ROUNDOFF[dtype] <= own_roundoff:
                 continue  # no narrower than the model's own
-            judged = {number: self._in_arithmetic(number, Arithmetic(kv_dtype=dtype)) for number in wrong}
+            judged = {number: self._in_arithmetic(number, EngineArithmetic(kv_dtype=dtype)) for number in wrong}
             if not all(map(_is_right, judged.values())):
                 continue
             if self.run.has_adapter and all(_is_explained_without(text) for text in judged.values()):

@@ -14,7 +14,7 @@ import torch
 from consistency.case.budget.costs import LEAST_PASSES, MOST_PASSES
 from consistency.devices.products import Products
 from consistency.errors import InputError
-from consistency.extras.serving.check_text.arithmetic import OWN, Arithmetic
+from consistency.extras.serving.check_text.arithmetic import OWN, EngineArithmetic
 from consistency.extras.serving.check_text.processing import Logits, Processing
 from consistency.extras.serving.check_text.report import LogprobGap, TokenGap
 from consistency.extras.serving.check_text.texts import Tokens, other_tokens
@@ -103,7 +103,7 @@ class JudgedText:
         `(passes, tokens)`: log probabilities in passes with noise.
     decides : bool
         The model makes decisions, such as a router's, which rounding may turn.
-    arithmetic : Arithmetic
+    arithmetic : EngineArithmetic
         How the writer computes, whose rounding is allowed.
     """
 
@@ -114,10 +114,10 @@ class JudgedText:
     logprob_spread: Spread
     noisy_logprobs: torch.Tensor
     decides: bool
-    arithmetic: Arithmetic = OWN
+    arithmetic: EngineArithmetic = OWN
 
     @classmethod
-    def of(cls, model: Any, tokens: Tokens, tokenizer: Any, step: Step, arithmetic: Arithmetic = OWN) -> JudgedText:
+    def of(cls, model: Any, tokens: Tokens, tokenizer: Any, step: Step, arithmetic: EngineArithmetic = OWN) -> JudgedText:
         """Judge a text; where it is impossible, in other tokens too, if these are not the writer's own."""
         for _ in range(_MOST_DIVISIONS):
             judged = cls._in_these_tokens(model, tokens, step, arithmetic)
@@ -132,7 +132,7 @@ class JudgedText:
         return judged
 
     @classmethod
-    def _in_these_tokens(cls, model: Any, tokens: Tokens, step: Step, arithmetic: Arithmetic) -> JudgedText:
+    def _in_these_tokens(cls, model: Any, tokens: Tokens, step: Step, arithmetic: EngineArithmetic) -> JudgedText:
         inputs = inputs_of(model, tokens)
         chosen, ends = chosen_ids(tokens), end_ids(model)
         decisions: list[str] = []
@@ -309,7 +309,7 @@ def _noisy_figures(
     figures: Callable[[Logits], torch.Tensor],
     count: int,
     step: Step,
-    arithmetic: Arithmetic,
+    arithmetic: EngineArithmetic,
 ) -> list[torch.Tensor]:
     """Return figures of passes with random rounding errors in the model's own dtype."""
     ends = end_ids(model)

@@ -53,6 +53,9 @@ USUAL_SAMPLERS = (
 _MOST_RANKED = 64
 """Tokens, the least likely ones, by which usual samplers are compared."""
 
+_LEAST_SQUARE = 1e-14
+"""Square of an error of float32: below it no way is nearer than another."""
+
 _NEAREST = 3
 """Usual samplers that are tried, those with the smallest squares."""
 
@@ -301,7 +304,21 @@ def processings_of(
         samplers = [] if fitted is None else [fitted]
         for sampling in [*samplers, *_nearest_usual(wanted, of_mask, chosen)]:
             found.append(Processing(sampling=sampling, is_end_masked=is_end_masked))
-    return list(dict.fromkeys(found))
+    return sorted(dict.fromkeys(found), key=lambda processing: _score(processing, wanted, logits, chosen))
+
+
+def _score(processing: Processing, wanted: torch.Tensor, logits: Logits, chosen: torch.Tensor) -> float:
+    """Return how badly a way explains log probabilities, and by how many parameters (Bayes's information criterion).
+
+    A way of more parameters comes first only where it is so much nearer that chance is no reason.
+    """
+    few = wanted.argsort()[:_MOST_RANKED]
+    errors = processing.logprobs(logits.at(few), chosen[few])[:, 0] - wanted[few]
+    sampling = processing.sampling
+    settings = (sampling.temperature != 1, sampling.top_k > 0, sampling.top_p < 1, sampling.min_p > 0)
+    parameters = sum(settings) + processing.is_end_masked
+    mean_square = float(errors.square().mean()) + _LEAST_SQUARE
+    return len(few) * math.log(mean_square) + 2 * parameters * math.log(max(2, len(few)))
 
 
 def _temperatures(wanted: torch.Tensor, logits: torch.Tensor, chosen: torch.Tensor) -> list[float]:

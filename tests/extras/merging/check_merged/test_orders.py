@@ -213,6 +213,8 @@ def test_no_order_is_beyond_all_orders(
     for order in orders(stored, base, adapter):
         for between in (None, stored):
             twice = between is not None
+            if twice and order.change is not None:
+                continue  # nobody writes the difference of a second merge
             product = _Product(LowRankSum(w, b, a, 1.7), replace(order, between=between))
             ends = product.ends(slice(0, len(w)))
             for values in (product.once(slice(0, len(w)), torch.empty(w.shape)), *ends, *ends.float()):

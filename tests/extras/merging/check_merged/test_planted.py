@@ -210,7 +210,7 @@ PLANTED: dict[str, Mistake] = {
     "one module left out": Mistake(scaled(0), K.NOT_MERGED, only="k_proj"),
     "merged twice": Mistake(twice, K.TWICE),
     "merged twice at once": Mistake(scaled(2), K.TWICE),
-    "subtracted": Mistake(scaled(-1), K.WRONG_SCALE, "its negative"),
+    "subtracted": Mistake(scaled(-1), K.EXCHANGED, "base − adapter"),
     "unscaled": Mistake(scaled(1 / 4), K.WRONG_SCALE, "1 or 1/4 of it"),
     "alpha alone": Mistake(scaled(RANK), K.WRONG_SCALE, "lora_alpha (32)"),
     "half": Mistake(scaled(1 / 2), K.WRONG_SCALE, "1/2 of it, as a rank's share"),
