@@ -54,6 +54,7 @@ from consistency.extras.serving.check_text.processing import (
     Processing,
     Ranking,
     processings_of,
+    score_of,
     surprise_of,
 )
 from consistency.extras.serving.check_text.report import TextReport, TextResult, Told, Verdict
@@ -529,25 +530,25 @@ class _Judging:
     def _way_of_all(self, summary: LogprobSummary) -> str:
         """Return how log probabilities were taken that are off as a whole, and by no token alone; empty for no way.
 
-        The way is the one that leaves the smallest squares, and has to leave no more than healthy passes have.
+        The way is the one that leaves the smallest errors, and has to leave no more than healthy passes have.
         """
         numbers = [number for number in self.sample if self.exact[number].tokens.judged_logprobs is not None]
         if not numbers or any(self.exact[number].decides for number in numbers):
             return ""
-        residuals: dict[str, list[torch.Tensor]] = {}
+        residuals: dict[Processing, list[torch.Tensor]] = {}
         for number in numbers:
-            for name, of_text in self._residuals(number).items():
-                residuals.setdefault(name, []).append(of_text)
-        squares = {name: float(torch.cat(of_way).nan_to_num(0.0).square().sum()) for name, of_way in residuals.items()}
-        name = min(squares, key=lambda each: squares[each])
-        of_way = summarize(residuals[name], [self.exact[number] for number in numbers])
+            for processing, of_text in self._residuals(number).items():
+                residuals.setdefault(processing, []).append(of_text)
+        scores = {processing: score_of(processing, torch.cat(of_way)) for processing, of_way in residuals.items()}
+        nearest = min(scores, key=lambda processing: scores[processing])
+        of_way = summarize(residuals[nearest], [self.exact[number] for number in numbers])
         if of_way is None or of_way.is_beyond:
             return ""
         # so much nearer than the model's own that chance is no reason
-        return name if abs(of_way.found.mean) < abs(summary.found.mean) / 3 else ""
+        return nearest.name if abs(of_way.found.mean) < abs(summary.found.mean) / 3 else ""
 
-    def _residuals(self, number: int) -> dict[str, torch.Tensor]:
-        """Return the differences of a text's log probabilities from those of each usual sampler, by its name."""
+    def _residuals(self, number: int) -> dict[Processing, torch.Tensor]:
+        """Return the differences of a text's log probabilities from those of each usual sampler."""
         text = self.exact[number]
         wanted, logits = text.tokens.judged_logprobs, text.logits()
         assert wanted is not None
@@ -556,7 +557,7 @@ class _Judging:
             ranking = Ranking.of(logits.of(is_end_masked=is_end_masked), text.chosen, 1.0)
             for sampling in (*USUAL_SAMPLERS, *((Sampling(),) if is_end_masked else ())):
                 processing = Processing(sampling=sampling, is_end_masked=is_end_masked)
-                residuals[processing.name] = wanted - ranking.logprobs(sampling)
+                residuals[processing] = wanted - ranking.logprobs(sampling)
         return residuals
 
     def _with_surprise(self, report: TextReport) -> TextReport:

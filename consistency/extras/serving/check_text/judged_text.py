@@ -117,7 +117,9 @@ class JudgedText:
     arithmetic: EngineArithmetic = OWN
 
     @classmethod
-    def of(cls, model: Any, tokens: Tokens, tokenizer: Any, step: Step, arithmetic: EngineArithmetic = OWN) -> JudgedText:
+    def of(
+        cls, model: Any, tokens: Tokens, tokenizer: Any, step: Step, arithmetic: EngineArithmetic = OWN
+    ) -> JudgedText:
         """Judge a text; where it is impossible, in other tokens too, if these are not the writer's own."""
         for _ in range(_MOST_DIVISIONS):
             judged = cls._in_these_tokens(model, tokens, step, arithmetic)

@@ -313,12 +313,16 @@ def _score(processing: Processing, wanted: torch.Tensor, logits: Logits, chosen:
     A way of more parameters comes first only where it is so much nearer that chance is no reason.
     """
     few = wanted.argsort()[:_MOST_RANKED]
-    errors = processing.logprobs(logits.at(few), chosen[few])[:, 0] - wanted[few]
+    return score_of(processing, processing.logprobs(logits.at(few), chosen[few])[:, 0] - wanted[few])
+
+
+def score_of(processing: Processing, errors: torch.Tensor) -> float:
+    """Return how badly a way explains log probabilities, of which it leaves these errors; lower is better."""
     sampling = processing.sampling
     settings = (sampling.temperature != 1, sampling.top_k > 0, sampling.top_p < 1, sampling.min_p > 0)
     parameters = sum(settings) + processing.is_end_masked
-    mean_square = float(errors.square().mean()) + _LEAST_SQUARE
-    return len(few) * math.log(mean_square) + 2 * parameters * math.log(max(2, len(few)))
+    mean_square = float(errors.square().nanmean()) + _LEAST_SQUARE
+    return len(errors) * math.log(mean_square) + 2 * parameters * math.log(max(2, len(errors)))
 
 
 def _temperatures(wanted: torch.Tensor, logits: torch.Tensor, chosen: torch.Tensor) -> list[float]:
