@@ -20,6 +20,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path, PurePath
 from typing import Any
 
+from consistency.case.other_trainers import adapter_of_another_trainer
 from consistency.errors import InputError, did_you_mean
 
 BASE_CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
@@ -149,6 +150,10 @@ def refuse_adapter_without_config(folder: Path) -> None:
     Nothing is raised for a folder that cannot be read or is not recognised: reading its config says why.
     """
     names = _names(folder)
+    # MLX's adapters have a config of that name too, beside a file of another
+    may_be_pefts = names is not None and ADAPTER_CONFIG in names and bool(names & _ADAPTER_FILES)
+    if not may_be_pefts:
+        _refuse_adapter_of_another_trainer(folder)
     if names is None or ADAPTER_CONFIG in names:
         return
     # A model's folder may hold a training's checkpoints of adapters: then `_refuse` names the latest of them.
@@ -164,6 +169,23 @@ def refuse_adapter_without_config(folder: Path) -> None:
             "or check what is in it by `consistency check-merged`",
         )
     _refuse(folder, names, role="adapter", config=ADAPTER_CONFIG, weights="adapter_model.safetensors")
+
+
+_ADAPTER_FILES = {"adapter_model.safetensors", "adapter_model.bin"}
+
+
+def _refuse_adapter_of_another_trainer(folder: Path) -> None:
+    """Raise InputError, which says how it is converted, where a folder or a file has another trainer's adapter."""
+    known = adapter_of_another_trainer(folder)
+    if known is None:
+        return
+    what, how_to_convert = known
+    raise InputError(
+        f"this is {what}",
+        where=folder,
+        wanted=f"a folder with {ADAPTER_CONFIG}, as PEFT's save_pretrained() writes it",
+        hint=how_to_convert,
+    )
 
 
 def refuse_swapped_folders(base: Path, adapter: Path) -> None:

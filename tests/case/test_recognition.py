@@ -15,7 +15,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from consistency.case.adapter_fit import check_files
-from consistency.case.recognition import in_place_of_weights, other_file, peft_methods
+from consistency.case.recognition import in_place_of_weights, other_file, peft_methods, refuse_adapter_without_config
 from consistency.errors import InputError
 
 BASE, ADAPTER = "config.json", "adapter_config.json"
@@ -291,3 +291,30 @@ def test_a_part_of_a_pipeline_is_told_as_the_pipeline_is(tmp_path: Path) -> None
     folder = put(tmp_path / "unet", (BASE, "diffusion_pytorch_model.safetensors"))
     (folder / BASE).write_text('{"_class_name": "UNet2DConditionModel", "_diffusers_version": "0.30.0"}')
     assert "UNet2DConditionModel of diffusers" in refused(folder, None).what
+
+
+@pytest.mark.parametrize(
+    ("file", "key", "config", "message"),
+    [
+        ("lora.safetensors", "lora_unet_mid_block.lora_down.weight", None, "a LoRA of kohya's scripts"),
+        ("adapters.safetensors", "model.layers.0.self_attn.q_proj.lora_a", '{"rank": 8}', "a LoRA of MLX"),
+        ("pytorch_lora_weights.safetensors", "unet.mid_block.lora.down.weight", None, "a LoRA of diffusers"),
+        ("adapter_model.safetensors", "base_model.model.q.lora_A.weight", CONTENT[ADAPTER].decode(), None),
+    ],
+)
+@pytest.mark.parametrize("is_file", [False, True])
+def test_an_adapter_of_another_trainer_is_named_with_its_conversion(
+    tmp_path: Path, file: str, key: str, config: str | None, message: str | None, *, is_file: bool
+) -> None:
+    folder = tmp_path / "adapter"
+    weights(folder / file, key)
+    if config is not None:
+        (folder / ADAPTER).write_text(config)
+    if message is None:
+        if not is_file:
+            refuse_adapter_without_config(folder)
+        return
+    with pytest.raises(InputError, match=message) as raised:
+        refuse_adapter_without_config(folder / file if is_file else folder)
+    assert raised.value.hint is not None
+    assert "convert" in raised.value.hint or "load_lora_weights" in raised.value.hint

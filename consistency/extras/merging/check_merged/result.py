@@ -108,6 +108,7 @@ def check_merged(
     case = Case(name="", base=str(base_folder), allow_pickle=allow_pickle, trust_remote_code=trust_remote_code)
     for path in adapters:
         recognition.refuse_swapped_folders(base_folder, path)
+        recognition.refuse_adapter_without_config(path)
     recognition.refuse_base_without_config(base_folder)
     if target is not None:
         refuse_among_weights(target, base_folder, Path(merged), *adapters)
