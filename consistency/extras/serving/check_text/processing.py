@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from dataclasses import replace as replace_fields
 
+import msgspec
 import torch
 from msgspec.structs import replace
 
@@ -50,8 +51,26 @@ USUAL_SAMPLERS = (
 )
 """Samplers that are tried where rounding at each token is too large to tell the parameter."""
 
-_MOST_RANKED = 64
-"""Tokens, the least likely ones, by which usual samplers are compared."""
+_MOST_RANKED = 128
+"""Tokens by which samplers are compared."""
+
+
+def _spread_over(count: int) -> torch.Tensor:
+    """Return the numbers of tokens by which samplers are compared, spread over all: certain ones tell of top-p."""
+    return torch.arange(0, count, -(-count // _MOST_RANKED))
+
+
+def _settings_of(sampling: Sampling) -> list[float]:
+    """Return the settings that differ from the defaults."""
+    default = Sampling()
+    pairs = zip(msgspec.structs.astuple(sampling), msgspec.structs.astuple(default), strict=True)
+    return [value for value, of_default in pairs if value != of_default]
+
+
+def _digits(value: float) -> int:
+    """Return how many digits a number has, without zeros at either end."""
+    return len(f"{value:.4g}".replace(".", "").strip("0"))
+
 
 _LEAST_SQUARE = 1e-14
 """Square of an error of float32: below it no way is nearer than another."""
@@ -312,15 +331,14 @@ def _score(processing: Processing, wanted: torch.Tensor, logits: Logits, chosen:
 
     A way of more parameters comes first only where it is so much nearer that chance is no reason.
     """
-    few = wanted.argsort()[:_MOST_RANKED]
+    few = _spread_over(len(wanted))
     return score_of(processing, processing.logprobs(logits.at(few), chosen[few])[:, 0] - wanted[few])
 
 
 def score_of(processing: Processing, errors: torch.Tensor) -> float:
     """Return how badly a way explains log probabilities, of which it leaves these errors; lower is better."""
-    sampling = processing.sampling
-    settings = (sampling.temperature != 1, sampling.top_k > 0, sampling.top_p < 1, sampling.min_p > 0)
-    parameters = sum(settings) + processing.is_end_masked
+    # a number of more digits is as much more to choose
+    parameters = processing.is_end_masked + sum(map(_digits, _settings_of(processing.sampling)))
     mean_square = float(errors.square().nanmean()) + _LEAST_SQUARE
     return len(errors) * math.log(mean_square) + 2 * parameters * math.log(max(2, len(errors)))
 
@@ -379,7 +397,7 @@ def _nearest_usual(wanted: torch.Tensor, logits: torch.Tensor, chosen: torch.Ten
 
     Where rounding at each token is large, many numbers of tokens fit each, and all tokens together tell the parameter.
     """
-    few = wanted.argsort()[:_MOST_RANKED]
+    few = _spread_over(len(wanted))
     wanted, chosen = wanted[few], chosen[few]
     sorted_once = Ranking.of(logits[few], chosen, 1.0)
     squares = {}
