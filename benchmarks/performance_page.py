@@ -13,11 +13,14 @@ ratios hold on a busy machine too.
 from __future__ import annotations
 
 import argparse
+import atexit
 import datetime
+import functools
 import importlib.metadata
 import os
 import platform
 import shlex
+import shutil
 import statistics
 import subprocess
 import sys
@@ -148,7 +151,15 @@ printed. Machines are shared and noisy, so read the ratios: both sides took turn
 ## How long a command takes to start
 
 Whole processes, the median of {rounds} interleaved rounds. `consistency run` checks the built-in case on three kernel
-variants of the CPU at level `standard`.
+variants of the CPU at level `standard`. Python keeps the byte code of what it imports, as `pip install` leaves it.
+Where nothing does (`uv pip install` without `--compile-bytecode`, and `PYTHONDONTWRITEBYTECODE` set), every process
+compiles its libraries anew, and the imports take twice as long.
+"""
+
+_FIRST_ASSERTION = """
+import torch
+from consistency.testing import assert_within_rounding
+assert_within_rounding(lambda x: torch.relu(x @ x), torch.eye(8))
 """
 
 
@@ -159,8 +170,12 @@ def started() -> Iterator[str]:
         "python -c 'import consistency'": ["-c", "import consistency"],
         "consistency --help": ["-m", "consistency", "--help"],
         "python -c 'import torch, transformers, peft'": ["-c", "import torch, transformers, peft"],
+        "python -c 'import torch'": ["-c", "import torch"],
+        "import torch, and one assert_within_rounding": ["-c", _FIRST_ASSERTION],
         "consistency run": ["-m", "consistency", "run"],
     }
+    for words in commands.values():
+        _seconds_of(words)  # leaves the byte code
     seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in commands}
     for _ in range(_START_ROUNDS):
         for name, words in commands.items():
@@ -210,8 +225,14 @@ def _output_of(words: list[str]) -> str:
     return done.stdout
 
 
+@functools.cache
 def _environment() -> dict[str, str]:
-    return {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+    """Return the environment of what is run; its byte code is kept in a folder of this run."""
+    byte_code = tempfile.mkdtemp(prefix="consistency-byte-code-")
+    atexit.register(shutil.rmtree, byte_code, ignore_errors=True)
+    variables = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT), "PYTHONPYCACHEPREFIX": byte_code}
+    variables.pop("PYTHONDONTWRITEBYTECODE", None)
+    return variables
 
 
 def _machine() -> str:

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 import transformers
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from consistency.numerics.dispatch_mode import DispatchMode
 from consistency.numerics.exact import Float64Mode
 from consistency.numerics.rounding_noise import RoundingNoise
 
@@ -26,7 +26,7 @@ _aten = torch.ops.aten
 _PLACES = {_aten.mm.default: 0, _aten.bmm.default: 0, _aten.addmm.default: 1, _aten.baddbmm.default: 1}
 
 
-class OneAccumulator(TorchDispatchMode):
+class OneAccumulator(DispatchMode):
     """Add the terms of float32 products one after the other."""
 
     def __init__(self) -> None:

@@ -92,6 +92,8 @@ class Option:
     type: Callable[[str], object] = str
     """Converts the text of a command line; `bool` stands for a switch that takes no value."""
     choices: tuple[str, ...] | None = None
+    most: int | None = None
+    """The largest number that it takes."""
     repeatable: bool = False
     """Whether it is given several times on a command line, and is a list in TOML."""
     gathers: bool = False
@@ -122,6 +124,12 @@ def _levels_text() -> str:
     card_stages = " and ".join(stages_of(lambda spec: spec.with_equal_cards))
     card_text = f", and {card_stages} where two GPUs are equal" if card_stages else ""
     return f"stages, and how much of each: {'; '.join(texts)}{card_text}"
+
+
+_YEAR_S = 366 * 86400
+
+_MOST_THREADS = 1024
+"""More than the processors of nearly any host: with many times as many, OpenMP ends the worker without a word."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,7 +200,7 @@ class Options:
         ),
     )
     repeat: int | None = declare(
-        None, "runs per device, to check that results repeat bitwise (default: by level)", "N", type=int
+        None, "runs per device, to check that results repeat bitwise (default: by level)", "N", type=int, most=10_000
     )
     steps: int | None = declare(
         None,
@@ -200,6 +208,7 @@ class Options:
         "--stages)",
         "N",
         type=int,
+        most=1_000_000,
     )
     soak: float | None = declare(
         None,
@@ -207,6 +216,7 @@ class Options:
         "90s, 10m, 2h, 1h30m",
         "TIME",
         name="for",
+        most=_YEAR_S,
     )
     load: bool = declare(False, "run matrix products on every device during --for, to test it hot", type=bool)
     tolerance: tuple[Override, ...] = declare(
@@ -228,10 +238,16 @@ class Options:
     keep: bool = declare(False, "store every computed tensor in the capture", type=bool)
     allow_pickle: bool = declare(False, "read .bin weights, with weights_only=True", type=bool)
     trust_remote_code: bool = declare(False, "run code that comes with the model", type=bool)
-    timeout: float | None = declare(None, "seconds a worker may take (default: no limit)", "S", type=float)
-    stall: float = declare(300.0, "seconds a worker may be silent (default: 300)", "S", type=float)
+    timeout: float | None = declare(
+        None, "seconds a worker may take (default: no limit)", "S", type=float, most=_YEAR_S
+    )
+    stall: float = declare(300.0, "seconds a worker may be silent (default: 300)", "S", type=float, most=_YEAR_S)
     threads: int | None = declare(
-        None, "threads per worker (default: an equal share of the cores, at most OMP_NUM_THREADS)", "N", type=int
+        None,
+        "threads per worker (default: an equal share of the cores, at most OMP_NUM_THREADS)",
+        "N",
+        type=int,
+        most=_MOST_THREADS,
     )
     source: Source = field(default=Source(), compare=False, repr=False)
 

@@ -190,6 +190,10 @@ def _check_value(option: Option, given: object, where: str) -> object:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if is_number and not value > 0:  # NaN is not above 0 either
         raise UsageError(f"{option.name} is out of range", where=where, got=value, wanted="a number above 0")
+    if is_number and option.most is not None and value > option.most:
+        raise UsageError(
+            f"{option.name} is out of range", where=where, got=value, wanted=f"a number of {option.most} at most"
+        )
     return value
 
 

@@ -65,6 +65,7 @@ UNEXPLAINED = declare("unexplained")
 
 # what was compared with what
 ENVIRONMENT = declare("environment")
+UNTESTED_VERSION = declare("untested-version")
 INPUTS = declare("inputs")
 SETTING_CHANGED = declare("setting-changed")
 SETTING_REFUSED = declare("setting-refused")

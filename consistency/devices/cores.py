@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from pathlib import Path
 
@@ -29,3 +30,18 @@ def threads_per_worker(workers: int) -> int:
     OpenMP threads of two workers on one core spin against each other.
     """
     return max(1, available_cores() // max(1, workers))
+
+
+@functools.cache
+def is_host_busy() -> bool:
+    """Report whether processes computed on more than half of the host's cores when this was asked first.
+
+    It is asked once: workers whose environments are alike are forked from one process.
+    """
+    if not hasattr(os, "getloadavg"):
+        return False
+    try:
+        load = os.getloadavg()[0]
+    except OSError:  # a sandbox may hide it
+        return False
+    return load > (os.cpu_count() or 1) / 2

@@ -13,9 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 
 from consistency.numerics.decision import Decide, Decision, in_place, is_real, name_of
+from consistency.numerics.dispatch_mode import DispatchMode
 
 Watch = Callable[[Decision], torch.Tensor | None]
 """Called with each decision; returns the outcome to force instead, None to leave it."""
@@ -26,7 +27,7 @@ Decided = tuple[Any, Decision | None]
 Arguments = tuple[Any, ...]
 
 
-class DecisionMode(TorchDispatchMode):
+class DecisionMode(DispatchMode):
     """Hand every decision to a watcher while the mode is active.
 
     Parameters

@@ -19,8 +19,8 @@ from unittest import mock
 import torch
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from consistency.numerics.dispatch_mode import DispatchMode
 from consistency.numerics.identity import storage_of
 from consistency.numerics.reduced_products import GROUPED, grouped_product
 from consistency.numerics.widening import Widening, each_tensor
@@ -51,7 +51,7 @@ _aten = torch.ops.aten
 _SELECTING = frozenset({_aten.embedding.default, _aten.index_select.default, _aten.gather.default})
 
 
-class Float64Mode(TorchDispatchMode):
+class Float64Mode(DispatchMode):
     """Compute in float64 while the mode is active.
 
     Views of parameters and writes into narrower tensors keep their dtype: widening would detach them from the storage

@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from consistency.numerics.dispatch_mode import DispatchMode
 from consistency.numerics.precision import Precision
 
 _TF32_DROPPED = 13
@@ -60,7 +60,7 @@ _ROUND: dict[Precision, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-class ReducedProducts(TorchDispatchMode):
+class ReducedProducts(DispatchMode):
     """Round the operands of float32 products while the mode is active.
 
     Attention has to be computed by its formula (`sdpa_math`): a fused kernel is one operation, whose inner products

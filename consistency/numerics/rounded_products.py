@@ -16,8 +16,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from consistency.numerics.dispatch_mode import DispatchMode
 from consistency.numerics.widening import Widening, each_tensor
 
 HALF = frozenset({torch.bfloat16, torch.float16})
@@ -41,7 +41,7 @@ _PRODUCTS = frozenset(
 pinned to."""
 
 
-class RoundedProducts(TorchDispatchMode):
+class RoundedProducts(DispatchMode):
     """Compute products of half types in float32 and round their results, while the mode is active."""
 
     def __init__(self) -> None:

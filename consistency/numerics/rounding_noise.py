@@ -58,8 +58,8 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from torch._decomp import decomposition_table
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from consistency.numerics.dispatch_mode import DispatchMode
 from consistency.numerics.dtype import UNIT_ROUNDOFF
 from consistency.numerics.precision import partial_sums
 from consistency.numerics.reduced_products import GROUPED, MATRIX_PRODUCTS
@@ -357,7 +357,7 @@ def _log_softmax_with_stored_sum(x: torch.Tensor, dim: int) -> torch.Tensor:
     return shifted - shifted.exp().sum(dim, keepdim=True).log()
 
 
-class RoundingNoise(TorchDispatchMode):
+class RoundingNoise(DispatchMode):
     """Add rounding errors to every floating-point result on the CPU while the mode is active.
 
     Attention has to be computed in steps (`sdpa_math`, or `FusedAttention`): those of a kernel cannot be reached.

@@ -16,6 +16,7 @@ from consistency.comparison.layers import LayerCell, layers_of
 from consistency.comparison.outcomes import group_by_key
 from consistency.comparison.result import Comparison, Finding, WorkerSummary
 from consistency.comparison.suite import CaseResult, SuiteFinding, SuiteResult, common_findings, worst_first
+from consistency.devices.host.facts import HostFacts
 from consistency.report import summary
 from consistency.report.document import Column, Document, Entry, ResultTable, Sheet, numbered
 from consistency.report.findings import findings_of, reproduce_command
@@ -87,7 +88,7 @@ def comparison_document(comparison: Comparison, view: View) -> Document:
         not_checked=comparison.not_checked,
         not_checked_title=f"not checked (level {comparison.level})",
         layers=_worst_layers(comparison),
-        environment=tuple(environment_texts(comparison.workers)),
+        environment=(*environment_texts(comparison.workers), *busy_host_texts(comparison.hosts)),
     )
 
 
@@ -153,6 +154,16 @@ def environment_texts(workers: Sequence[WorkerSummary]) -> Iterator[str]:
     if left_out := and_more(len(devices) - _DEVICES, "device"):
         yield left_out
     yield from (f"[pip3] {name}=={_values(workers, name)}" for name in _LIBRARIES)
+
+
+def busy_host_texts(hosts: Sequence[HostFacts]) -> Iterator[str]:
+    """Yield a line about the hosts on which something else computed."""
+    names = dict.fromkeys(host_facts.host for host_facts in hosts if host_facts.is_busy)
+    if names:
+        yield (
+            f"{some(list(names))}: something else computed on more than half of the cores when the run began; by "
+            "default, threads of workers that wait sleep sooner there (GOMP_SPINCOUNT)"
+        )
 
 
 def _device_text(worker: WorkerSummary) -> str:

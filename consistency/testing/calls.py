@@ -10,12 +10,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
 
 from consistency.errors import UsageError, first_line
 from consistency.numerics.decision import Decision
 from consistency.numerics.decisions import DecisionMode
+from consistency.numerics.dispatch_mode import DispatchMode
 from consistency.numerics.dtype import UNIT_ROUNDOFF
 from consistency.numerics.exact import Float64Mode
 from consistency.numerics.widening import each_tensor
@@ -260,7 +261,7 @@ class FunctionCall:
             return deviates.to(result.device, result.dtype)
 
 
-class _SameDraws(TorchDispatchMode):
+class _SameDraws(DispatchMode):
     """Draw random numbers in the tested dtype inside `Float64Mode`: in float64 they would be others."""
 
     def __init__(self, dtype: torch.dtype) -> None:

@@ -14,9 +14,9 @@ from typing import Any, Self
 import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from consistency.devices.backend import FUSED_ATTENTION
+from consistency.numerics.dispatch_mode import DispatchMode
 from consistency.worker import determinism
 from consistency.worker.model.structure import blocks_of
 
@@ -102,7 +102,7 @@ class AttentionKernels(TorchFunctionMode):
         return self._ran.get(block, {})
 
 
-class _Fused(TorchDispatchMode):
+class _Fused(DispatchMode):
     """Note the fused kernel that runs; the formula is made of other operations."""
 
     def __init__(self) -> None:

@@ -58,11 +58,11 @@ def import_libraries(*, models: bool) -> None:
         An operation ran meanwhile. What `import torch` itself does is not watched here: a worker looks at its kernels.
     """
     with uncollected():
-        from torch.utils._python_dispatch import TorchDispatchMode
+        from consistency.numerics.dispatch_mode import DispatchMode
 
         ran: list[str] = []
 
-        class Watch(TorchDispatchMode):
+        class Watch(DispatchMode):
             def __init__(self) -> None:
                 super().__init__()  # type: ignore[no-untyped-call]
 

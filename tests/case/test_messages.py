@@ -59,6 +59,7 @@ def test_rubbish_is_answered_in_the_words_of_the_options(option: Option) -> None
         ("load_paths", "isolate", "unknown load path: isolate", "isolated or shared", "did you mean isolated?"),
         ("repeat", "2", "repeat is not a whole number", "a whole number", None),
         ("repeat", 0, "repeat is out of range", "a number above 0", None),
+        ("threads", 100_000, "threads is out of range", "a number of 1024 at most", None),
         ("keep", 1, "keep is not true or false", "true or false", None),
         ("for", "soon", "not a time", "90s, 10m, 2h, 1h30m", None),
         ("devices", "c p u", "not a device: 'c p u'", "cpu, cuda:0, cpu@avx2", None),

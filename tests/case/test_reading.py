@@ -138,6 +138,13 @@ def test_a_configuration_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     [
         ({"repeat": 0}, "repeat is out of range"),
         ({"threads": 0}, "threads is out of range"),
+        ({"threads": 1025}, "threads is out of range"),
+        ({"threads": 10**30}, "threads is out of range"),
+        ({"repeat": 100_000}, "repeat is out of range"),
+        ({"steps": 10**12}, "steps is out of range"),
+        ({"for": "9999999d"}, "for is out of range"),
+        ({"timeout": float("inf")}, "timeout is out of range"),
+        ({"stall": 1e300}, "stall is out of range"),
         ({"timeout": 0}, "timeout is out of range"),
         ({"timeout": -1.0}, "timeout is out of range"),
         ({"timeout": float("nan")}, "timeout is out of range"),

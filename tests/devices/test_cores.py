@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from consistency.devices import cores
-from consistency.devices.cores import available_cores, threads_per_worker
+from consistency.devices.cores import available_cores, is_host_busy, threads_per_worker
 
 
 def test_threads_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,3 +46,17 @@ def test_without_affinity_the_processors_of_the_machine_count(monkeypatch: pytes
     assert available_cores() == 6
     monkeypatch.setattr(os, "cpu_count", lambda: None)
     assert available_cores() == 1
+
+
+@pytest.mark.parametrize(("load", "busy"), [(0.0, False), (4.0, False), (4.1, True), (None, False)])
+def test_a_host_is_busy_where_more_than_half_of_its_cores_compute(
+    load: float | None, busy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def averages() -> tuple[float, float, float]:
+        if load is None:
+            raise OSError
+        return load, 9.0, 9.0
+
+    monkeypatch.setattr(os, "getloadavg", averages)
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    assert is_host_busy.__wrapped__() is busy

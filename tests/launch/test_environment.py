@@ -86,6 +86,7 @@ def test_threads_are_a_share_within_those_of_the_user_and_the_user_s_as_deployed
 def test_threads_that_wait_sleep_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     """Spinning, OpenMP's default, takes the cores from other workers and from the comparing side."""
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    monkeypatch.setattr(environment, "is_host_busy", lambda: False)
     found = worker_environment(device("cpu"), LoadPath.ISOLATED, threads=2)
     assert (found["OMP_WAIT_POLICY"], found["GOMP_SPINCOUNT"]) == ("PASSIVE", "10000")
     assert found["OPENBLAS_NUM_THREADS"] == "1", "threads that measure would wait for those of NumPy's products"
@@ -94,6 +95,16 @@ def test_threads_that_wait_sleep_unless_the_user_says_otherwise(monkeypatch: pyt
     found = worker_environment(device("cpu"), LoadPath.ISOLATED, threads=2)
     assert found["OMP_WAIT_POLICY"] == "ACTIVE"
     assert "GOMP_SPINCOUNT" not in found
+
+
+def test_threads_that_wait_sleep_sooner_where_other_processes_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+    monkeypatch.setattr(environment, "is_host_busy", lambda: True)
+    found = worker_environment(device("cpu"), LoadPath.ISOLATED, threads=2)
+    assert (found["OMP_WAIT_POLICY"], found["GOMP_SPINCOUNT"]) == ("PASSIVE", "1000")
+    monkeypatch.setenv("GOMP_SPINCOUNT", "77")
+    assert worker_environment(device("cpu"), LoadPath.ISOLATED, threads=2)["GOMP_SPINCOUNT"] == "77"
 
 
 def test_every_worker_is_offline_and_has_its_threads() -> None:

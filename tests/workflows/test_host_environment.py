@@ -11,8 +11,9 @@ import pytest
 
 from consistency.comparison.result import WorkerSummary
 from consistency.devices import discovery
+from consistency.devices.host.facts import HostFacts
 from consistency.devices.spec import AutoChoice, DeviceInfo, DeviceSpec
-from consistency.report.documents import environment_texts
+from consistency.report.documents import busy_host_texts, environment_texts
 from consistency.worker.environment import describe_host
 from consistency.workflows import host_environment
 from consistency.workflows.host_environment import as_markdown, read_host_environment
@@ -82,3 +83,10 @@ def test_a_torch_that_cannot_be_imported_is_said(monkeypatch: pytest.MonkeyPatch
     assert any(line.startswith("torch cannot be imported: ModuleNotFoundError") for line in block)
     assert any(line.startswith("PyTorch version: 2") for line in block)
     assert any(line.startswith("[pip3] peft==") for line in block)
+
+
+def test_a_busy_host_is_said_once_and_a_quiet_one_not() -> None:
+    quiet, busy = HostFacts(host="a"), HostFacts(host="b", is_busy=True)
+    assert [*busy_host_texts([quiet])] == []
+    (line,) = busy_host_texts([quiet, busy, busy])
+    assert line.startswith("b: something else computed on more than half of the cores")

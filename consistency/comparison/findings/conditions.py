@@ -13,6 +13,7 @@ from consistency.comparison.findings.finder import Finder, Phase
 from consistency.comparison.kinds import FindingKind
 from consistency.comparison.outcomes import group_by_key
 from consistency.comparison.result import Finding, Severity
+from consistency.comparison.tested_versions import newest_tested, release_of
 from consistency.comparison.workers import ComparedWorker
 
 _SOFTWARE = ("torch", "cuda", "hip", "cudnn", "transformers", "peft", "safetensors", "accelerate", "numpy", "python")
@@ -31,6 +32,26 @@ def find_other_software(evidence: ComparisonEvidence) -> Iterator[Finding]:
             values = "; ".join(f"{value}: {some(labels)}" for value, labels in labels_by_value.items())
             message = f"{name} differs between workers: {values}"
             yield Finding(kind=kinds.ENVIRONMENT, severity="warning", message=message)
+
+
+def find_untested_versions(evidence: ComparisonEvidence) -> Iterator[Finding]:
+    """Report libraries that are newer than any version with which this was tested."""
+    for name, tested in newest_tested().items():
+        labels_by_version: dict[str, list[str]] = {}
+        for worker in evidence.workers:
+            version = str(worker.info.environment.get(name) or "")
+            release = release_of(version)
+            if release is not None and release > tested:
+                labels_by_version.setdefault(version, []).append(worker.label)
+        if labels_by_version:
+            versions = " and ".join(labels_by_version)
+            verb = "is" if len(labels_by_version) == 1 else "are"
+            yield Finding(
+                kind=kinds.UNTESTED_VERSION,
+                severity="note",
+                message=f"{name} {versions} {verb} newer than what was tested ({tested[0]}.{tested[1]})",
+                workers=tuple(itertools.chain.from_iterable(labels_by_version.values())),
+            )
 
 
 def find_other_inputs(evidence: ComparisonEvidence) -> Iterator[Finding]:
@@ -98,5 +119,6 @@ def _profile_and_settings(worker: ComparedWorker) -> str:
 FINDERS = (
     Finder(name="software", phase=Phase.CONDITIONS, position=1, find=find_other_software),
     Finder(name="inputs", phase=Phase.CONDITIONS, position=2, find=find_other_inputs),
+    Finder(name="versions", phase=Phase.CONDITIONS, position=3, find=find_untested_versions),
     Finder(name="settings", phase=Phase.HOSTS, position=2, find=find_settings),
 )

@@ -124,6 +124,8 @@ class HostFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         What `auto` found; None where the devices of the run were named.
     unused_cards : tuple of str
         PCI addresses, with the driver, of cards of the kind that torch is built for, where none of them is a device.
+    is_busy : bool
+        Processes computed on more than half of the cores when the run began.
     """
 
     host: str
@@ -139,6 +141,7 @@ class HostFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     unread: dict[str, str] = {}
     auto: AutoChoice | None = None
     unused_cards: tuple[str, ...] = ()
+    is_busy: bool = False
 
     def gpu(self, name: str) -> Gpu | None:
         """Return the accelerator of a name; None where there is none."""

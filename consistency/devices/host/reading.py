@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from consistency.devices.cores import is_host_busy
 from consistency.devices.host import amd, intel, pci, tools
 from consistency.devices.host import nvml as management
 from consistency.devices.host.facts import Gpu, HostFacts, Link
@@ -71,6 +72,7 @@ def read_host(
         unread=unread,
         auto=auto,
         unused_cards=unused_cards,
+        is_busy=is_host_busy(),
     )
 
 

@@ -22,12 +22,12 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from consistency.capture.wording import listed
 from consistency.case.stages import stages_of
 from consistency.devices.backends import backend_of
+from consistency.numerics.dispatch_mode import DispatchMode
 
 _LIBRARIES = ("peft", "safetensors", "transformers", "accelerate")
 """Libraries whose frames are shown of a call."""
@@ -315,7 +315,7 @@ class Placement:
             yield
 
 
-class _FirstCall(TorchDispatchMode):
+class _FirstCall(DispatchMode):
     """Note the first operation that makes a tensor on each of some devices in `calls`; change no result."""
 
     def __init__(self, devices: frozenset[torch.device], calls: dict[torch.device, Call]) -> None:

@@ -15,7 +15,7 @@ from unittest import mock
 
 import torch
 from torch.utils import _pytree
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 
 from consistency.capture.names import CALLS, CUT
 from consistency.devices.products import Products
@@ -35,6 +35,7 @@ from consistency.numerics.aten_calls import (
 )
 from consistency.numerics.bound import gamma
 from consistency.numerics.digest import as_bytes
+from consistency.numerics.dispatch_mode import DispatchMode
 from consistency.numerics.dtype import UNIT_ROUNDOFF, name_of
 from consistency.numerics.identity import storage_of
 from consistency.numerics.precision import partial_sums_error
@@ -78,7 +79,7 @@ _Key = tuple[Any, ...]
 """Identity of a tensor by its memory: two objects for one view have the same key."""
 
 
-class CallTrace(TorchDispatchMode):
+class CallTrace(DispatchMode):
     """Note calls while the mode is active."""
 
     def __init__(self, device: torch.device) -> None:

@@ -30,7 +30,7 @@ FOLDER = PACKAGE / "comparison" / "findings"
 
 ORDER = (
     "damaged captures", "lost workers", "failed stages", "nothing compared", "values that are not finite",
-    "software", "inputs",
+    "software", "inputs", "versions",
     "wrong digests", "repeats", "transfers",
     "causes", "engines",
     "device use", "ranks", "healthy splits", "sums again", "undecided texts", "trajectories", "casts",

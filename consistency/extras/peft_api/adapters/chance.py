@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from consistency.extras.peft_api.adapters.pruned import DENSITY, added, elected, where
+from consistency.numerics.dispatch_mode import DispatchMode
 from consistency.numerics.running_error import Arithmetic, Tracked
 from consistency.worker.determinism import seeded
 
@@ -30,7 +30,7 @@ FALSE_ALARM = 1e-15
 _DRAWS = frozenset({torch.ops.aten.bernoulli.default, torch.ops.aten.bernoulli_.Tensor, torch.ops.aten.bernoulli.p})
 
 
-class Draws(TorchDispatchMode):
+class Draws(DispatchMode):
     """Note which elements each draw keeps, in order, on the CPU."""
 
     def __init__(self) -> None:
