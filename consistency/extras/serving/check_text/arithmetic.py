@@ -21,7 +21,7 @@ _STEPS_OF_INT8 = 127
 _RELATIVE = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float8_e4m3fn": 2.0**-4, "float8_e5m2": 2.0**-3}
 """Largest relative error of one rounding to a dtype."""
 
-OF_DEFAULT = ("float16", "bfloat16")
+OF_DEFAULT = ("float16",)
 """Dtypes of caches that engines have by default beside wider weights: what these explain is no fault."""
 
 
