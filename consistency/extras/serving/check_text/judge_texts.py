@@ -81,6 +81,12 @@ _MOST_EXPLAINED = 6
 _MOST_FITTED_TEXTS = 4
 """Wrong texts that a sampler's parameters are fitted to together."""
 
+_MOST_BY_CHANCE = 3.0
+"""Size of errors, in standard deviations of a noise, up to which they may be that noise."""
+
+_DEVIATIONS = 3.0
+"""Standard deviations that a mean by chance does not reach, as a rule: what exceeds them has no such name."""
+
 _FAR_OUTSIDE = 4.0
 """Ratio of the screen from which on a text is wrong that could not be judged in float64 for the number of those."""
 
@@ -597,16 +603,19 @@ class _Judging:
     def _explained_by_cache(self, report: TextReport, wrong: Sequence[int]) -> TextReport | None:
         """Return the report where keys and values in a narrower dtype explain all wrong texts; None where none does.
 
-        A dtype whose rounding is so large that the base alone would be explained too tells nothing.
+        Of texts with log probabilities alone, whose errors are then those of chance: of its size, and of both signs. A
+        dtype whose rounding is so large that the base alone would be explained too tells nothing.
         """
         if len(wrong) > _MOST_EXPLAINED or self.run.options.kv_dtype or any(self.exact[n].decides for n in wrong):
+            return None
+        if any(self.tokens[number].judged_logprobs is None for number in wrong):
             return None
         own_roundoff = UNIT_ROUNDOFF[_dtype_of(self.run.model)]
         for dtype in KV_DTYPES:
             if dtype in UNIT_ROUNDOFF and UNIT_ROUNDOFF[dtype] <= own_roundoff:
                 continue  # no narrower than the model's own
             judged = {number: self._in_arithmetic(number, EngineArithmetic(kv_dtype=dtype)) for number in wrong}
-            if not all(map(_is_right, judged.values())):
+            if not all(map(_is_right, judged.values())) or not _are_by_chance(list(judged.values())):
                 continue
             if self.run.has_adapter and all(_is_explained_without(text) for text in judged.values()):
                 return None
@@ -752,6 +761,22 @@ def _as_explained(report: TextReport, causes: Causes, numbers: Sequence[int], tr
         about=about,
         explained=tried,
     )
+
+
+def _are_by_chance(texts: Sequence[JudgedText]) -> bool:
+    """Report whether errors of log probabilities have the size of the passes' noise, and both signs alike."""
+    in_deviations = []
+    for text in texts:
+        wanted = text.tokens.judged_logprobs
+        assert wanted is not None
+        deviations = (text.noisy_logprobs - text.exact.logprobs).square().mean(0).sqrt()
+        # of three passes one deviation may be small by chance: no token is taken for surer than the median
+        errors = (wanted - text.exact.logprobs) / deviations.maximum(deviations.median()).clamp_min(1e-12)
+        in_deviations.append(errors[wanted.isfinite()])
+    errors = torch.cat(in_deviations)
+    size = float(errors.square().mean().sqrt())
+    sum_in_deviations = abs(float(errors.sum())) / math.sqrt(len(errors))
+    return size <= _MOST_BY_CHANCE and sum_in_deviations <= _DEVIATIONS * max(size, 1.0)
 
 
 def _is_right(text: JudgedText) -> bool:
