@@ -81,8 +81,8 @@ _MOST_EXPLAINED = 6
 _MOST_FITTED_TEXTS = 4
 """Wrong texts that a sampler's parameters are fitted to together."""
 
-_MOST_BY_CHANCE = 3.0
-"""Size of errors, in standard deviations of a noise, up to which they may be that noise."""
+_LEAST_BY_CHANCE, _MOST_BY_CHANCE = 1 / 3, 3.0
+"""Sizes of errors, in standard deviations of a noise, between which they may be that noise."""
 
 _DEVIATIONS = 3.0
 """Standard deviations that a mean by chance does not reach, as a rule: what exceeds them has no such name."""
@@ -776,7 +776,8 @@ def _are_by_chance(texts: Sequence[JudgedText]) -> bool:
     errors = torch.cat(in_deviations)
     size = float(errors.square().mean().sqrt())
     sum_in_deviations = abs(float(errors.sum())) / math.sqrt(len(errors))
-    return size <= _MOST_BY_CHANCE and sum_in_deviations <= _DEVIATIONS * max(size, 1.0)
+    has_its_size = _LEAST_BY_CHANCE <= size <= _MOST_BY_CHANCE
+    return has_its_size and sum_in_deviations <= _DEVIATIONS * max(size, 1.0)
 
 
 def _is_right(text: JudgedText) -> bool:
