@@ -133,5 +133,5 @@ def _check_text(parsed: argparse.Namespace) -> int:
         print(f"consistency check-text · {one_line(case.name)} · {report.dtype} · {one_line(str(parsed.texts))}\n")
         for line in report.lines():
             indent = len(line) - len(line.lstrip(" "))
-            print(f"  {' ' * indent}{one_line(line)}")
+            print(f"  {' ' * indent}{one_line(line.strip())}")
     return report.exit_status

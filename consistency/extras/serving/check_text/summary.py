@@ -6,6 +6,9 @@ from collections.abc import Iterator
 
 import msgspec
 
+_TELLS_NOTHING = 1.0
+"""Threshold of the mean from which on it rules nothing out: a factor of e at every token."""
+
 
 class Differences(msgspec.Struct, frozen=True, kw_only=True):
     """Figures of the differences of log probabilities.
@@ -80,7 +83,8 @@ class LogprobSummary(msgspec.Struct, frozen=True, kw_only=True):
         """Yield the figures in words, one line for the texts and one for healthy passes."""
         yield f"  these texts: {self.found.words()}"
         yield f"  two healthy passes in {dtype}: {self.healthy.words()}"
-        yield (
-            f"  thresholds for this model in {dtype} and these texts: mean |difference| {self.threshold:.2g}, mean "
-            f"{self.mean_threshold:.2g}"
-        )
+        of_mean = f"mean {self.mean_threshold:.2g}"
+        if self.mean_threshold > _TELLS_NOTHING:
+            of_mean = "too few texts for one of the mean"
+        of_sizes = f"mean |difference| {self.threshold:.2g}"
+        yield f"  thresholds for this model in {dtype} and these texts: {of_sizes}, {of_mean}"
