@@ -26,7 +26,7 @@ from consistency.errors import UsageError
 from consistency.extras.merging.check_merged.causes import MergeCause
 from consistency.extras.operations.history.changes import ChangeKind
 from consistency.extras.serving.causes import Cause
-from consistency.extras.serving.check_text.causes import TextCause
+from consistency.extras.serving.check_text.text_causes import TextCause
 from consistency.numerics import words
 from consistency.numerics.rules import Rule
 from consistency.numerics.words import Word

@@ -19,9 +19,9 @@ from unittest import mock
 import torch
 
 from consistency.capture.explanation import Explanation
-from consistency.extras.serving.check_text.causes import TextCause
 from consistency.extras.serving.check_text.judged_text import JudgedText, TokenFigures, inputs_of
 from consistency.extras.serving.check_text.prompts import other_prompts
+from consistency.extras.serving.check_text.text_causes import TextCause
 from consistency.extras.serving.check_text.texts import Text
 from consistency.extras.serving.engine_outputs.explanations import merges, mistakes
 from consistency.extras.serving.engine_outputs.passes import Change, Passes

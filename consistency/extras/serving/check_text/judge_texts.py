@@ -44,7 +44,6 @@ from consistency.extras.serving.check_text.alternatives import (
     figures_without_adapter,
 )
 from consistency.extras.serving.check_text.arithmetic import OF_DEFAULT, EngineArithmetic
-from consistency.extras.serving.check_text.causes import TextCause
 from consistency.extras.serving.check_text.differences import summarize
 from consistency.extras.serving.check_text.judged_text import JudgedText, Step, TokenFigures, chosen_ids
 from consistency.extras.serving.check_text.power import leaning_to, tokens_to_tell, written_by
@@ -61,6 +60,7 @@ from consistency.extras.serving.check_text.report import TextReport, TextResult,
 from consistency.extras.serving.check_text.sampling import KV_DTYPES, Sampling
 from consistency.extras.serving.check_text.screening import PlainText, Screen, plain_logits, plain_text
 from consistency.extras.serving.check_text.summary import LogprobSummary
+from consistency.extras.serving.check_text.text_causes import TextCause
 from consistency.extras.serving.check_text.texts import Text, Tokens, encoded
 from consistency.numerics.dtype import name_of
 from consistency.numerics.rules import UNIT_ROUNDOFF

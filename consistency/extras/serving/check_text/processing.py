@@ -249,8 +249,8 @@ class Ranking:
             most = most.clamp_max(sampling.top_k)
         if sampling.top_p < 1:
             # of the mass up to each token, a border may move by what rounding does to it
-            masses = (self.sums - self.sums[:, -1:]).exp()
-            moved = masses * (1 - masses) * 2 * slack[:, None]
+            masses = self.masses(sampling.top_k)
+            moved = masses * (1 - masses).clamp_min(0) * 2 * slack[:, None]
             # a token is left where the mass before it is below top-p: so many as have not reached it, and one more
             fewest = fewest.minimum((masses + moved < sampling.top_p).sum(-1) + 1)
             most = most.minimum((masses - moved < sampling.top_p).sum(-1) + 1)
@@ -260,6 +260,17 @@ class Ranking:
             fewest = fewest.minimum((distances - 2 * slack[:, None] >= least).sum(-1))
             most = most.minimum((distances + 2 * slack[:, None] >= least).sum(-1))
         return fewest.clamp(1, size), most.clamp(1, size)
+
+    def masses(self, left: int = 0) -> torch.Tensor:
+        """Return the probability of each token and all before it together, `(tokens, vocabulary)`.
+
+        Parameters
+        ----------
+        left : int
+            Tokens that a top-k has left before, as all engines take it first; 0 for all.
+        """
+        whole = self.sums[:, left - 1 : left] if left else self.sums[:, -1:]
+        return (self.sums - whole).exp()
 
     def logprobs(self, sampling: Sampling) -> torch.Tensor:
         """Return the log probability of each token that was chosen, of what a sampler leaves, `(tokens,)`."""
@@ -458,8 +469,7 @@ def _top_p_within(
     left : int
         Tokens that a top-k before it has left; 0 for all.
     """
-    whole = ranking.sums[:, left - 1 : left] if left else ranking.sums[:, -1:]
-    masses = (ranking.sums - whole).exp()
+    masses = ranking.masses(left)
     moved = masses * (1 - masses).clamp_min(0) * 2 * slack[:, None]
     # so many tokens are left as first reach it: it is over the mass before the last one, and at most the mass with it
     before = (masses - moved).gather(1, (fewest - 2).clamp_min(0)[:, None])[:, 0]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
-from consistency.extras.serving.check_text.causes import TextCause
+from consistency.extras.serving.check_text.text_causes import TextCause
 from consistency.extras.serving.check_text.texts import Text, Tokens
 from consistency.worker.model.running import base_of
 

@@ -11,8 +11,8 @@ import msgspec
 from consistency.capture.explanation import Explanation
 from consistency.capture.wording import counted
 from consistency.extras.serving.causes import Cause
-from consistency.extras.serving.check_text.causes import TextCause
 from consistency.extras.serving.check_text.summary import LogprobSummary
+from consistency.extras.serving.check_text.text_causes import TextCause
 
 SCHEMA = "consistency.text/3"
 

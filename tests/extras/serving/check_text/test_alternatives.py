@@ -16,8 +16,8 @@ from tokenizers.processors import TemplateProcessing
 from consistency.case.builtin import builtin_folder
 from consistency.case.case import Case
 from consistency.case.named_adapters import NamedAdapter
-from consistency.extras.serving.check_text.causes import TextCause
 from consistency.extras.serving.check_text.judge_texts import TextOptions, check_text
+from consistency.extras.serving.check_text.text_causes import TextCause
 from consistency.extras.serving.check_text.texts import Text
 from tests.extras.serving.check_text.made_texts import LORA, PROMPTS, loaded, texts_of
 from tests.worker.model.made_models import a_llama, adapter_on, case_of, on_llama, saved
