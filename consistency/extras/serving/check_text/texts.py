@@ -103,6 +103,25 @@ def encoded(text: Text, tokenizer: Any, name: str) -> Tokens:
     """
     if tokenizer is None and not (_are_ids(text.prompt) and _are_ids(text.text)):
         raise InputError("the base has no tokenizer", where=name, wanted="prompt and text as token ids")
+    prompt, ids, ids_of_writer = _divided(text, tokenizer, name)
+    if ids_of_writer is not None:
+        ids = ids_of_writer
+    if not prompt or not ids:
+        raise InputError("a text needs a token, and one before it", where=name, got=f"{len(prompt)} and {len(ids)}")
+    _check_lengths(text, len(ids), name)
+    return Tokens(
+        prompt=prompt,
+        ids=ids,
+        is_exact=_are_ids(text.text) or ids_of_writer is not None,
+        logprobs=_judged_alone(text),
+        judged=text.judged,
+        logprob_rounding=text.logprob_rounding,
+        trainer_logprobs=text.trainer_logprobs,
+    )
+
+
+def _divided(text: Text, tokenizer: Any, name: str) -> tuple[list[int], list[int], list[int] | None]:
+    """Return the ids of the prompt, of the text, and of the writer's own pieces; None where it gave none that tell."""
     try:
         prompt, ids = _prompt_and_text_ids(text, tokenizer)
         ids_of_writer = None if text.pieces is None else ids_of_pieces(text.pieces, tokenizer, ids)
@@ -110,44 +129,41 @@ def encoded(text: Text, tokenizer: Any, name: str) -> Tokens:
         raise
     except Exception as error:  # the code and the files of any kind of tokenizer, and a chat template's
         raise InputError("its tokenizer does not take it", where=name, got=first_line(error)) from error
-    if ids_of_writer is not None:
-        ids = ids_of_writer
-    elif text.pieces is not None and any(REPLACEMENT in piece for piece in text.pieces):
+    are_pieces_lost = text.pieces is not None and any(REPLACEMENT in piece for piece in text.pieces)
+    if ids_of_writer is None and are_pieces_lost:
         raise InputError(
             "the words of a token are lost: it is a part of a letter",
             where=name,
             got=f"{REPLACEMENT.decode()} in its place",
             wanted="text as token ids, or the bytes of each token",
         )
-    if not prompt or not ids:
-        raise InputError("a text needs a token, and one before it", where=name, got=f"{len(prompt)} and {len(ids)}")
+    return prompt, ids, ids_of_writer
+
+
+def _check_lengths(text: Text, count: int, name: str) -> None:
+    """Raise InputError unless whatever is given for each token is given for as many tokens as there are."""
     for what, values in (
         ("a log probability", text.logprobs),
         ("a log probability of the trainer", text.trainer_logprobs),
         ("a mark whether it is judged", text.judged),
     ):
-        if values is not None and len(values) != len(ids):
+        if values is not None and len(values) != count:
             raise InputError(
                 f"each token has {what}",
                 where=name,
                 got=f"{len(values)} of them",
-                wanted=f"{len(ids)}, with text as token ids",
+                wanted=f"{count}, with text as token ids",
             )
     if text.judged is not None and not any(text.judged):
         raise InputError("a text needs a token that the model wrote", where=name, got="judged is false of all")
-    logprobs = text.logprobs
-    if logprobs is not None and text.judged is not None:
-        pairs = zip(logprobs, text.judged, strict=True)
-        logprobs = [value if is_judged else math.nan for value, is_judged in pairs]
-    return Tokens(
-        prompt=prompt,
-        ids=ids,
-        is_exact=_are_ids(text.text) or ids_of_writer is not None,
-        logprobs=logprobs,
-        judged=text.judged,
-        logprob_rounding=text.logprob_rounding,
-        trainer_logprobs=text.trainer_logprobs,
-    )
+
+
+def _judged_alone(text: Text) -> list[float] | None:
+    """Return the log probabilities, NaN for tokens that are not judged; None where there are none."""
+    if text.logprobs is None or text.judged is None:
+        return text.logprobs
+    pairs = zip(text.logprobs, text.judged, strict=True)
+    return [value if is_judged else math.nan for value, is_judged in pairs]
 
 
 def _are_ids(content: str | Sequence[Any]) -> bool:
