@@ -61,6 +61,9 @@ class Plugin(NamedTuple):
         Module by the name that `import consistency` offers.
     finders : tuple of str
         Finders of a comparison, `module:NAME`, each a `consistency.comparison.findings.finder.Finder`.
+    remarks : tuple of str
+        What is known of findings that others make, `module:NAME`, each a
+        `consistency.comparison.findings.remark.Remark`.
     formats : tuple of str
         Formats of a report, `module:NAME`, each a `consistency.report.formats.Format`.
     sections : tuple of str
@@ -93,6 +96,7 @@ class Plugin(NamedTuple):
     faults: tuple[str, ...] = ()
     api: Mapping[str, str] = {}
     finders: tuple[str, ...] = ()
+    remarks: tuple[str, ...] = ()
     formats: tuple[str, ...] = ()
     sections: tuple[str, ...] = ()
     output_judges: tuple[str, ...] = ()

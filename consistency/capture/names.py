@@ -103,6 +103,9 @@ own values cannot be read back."""
 DIGEST_FAULT = "digest_fault"
 """Key in a worker's environment: the test words of the digest that its device got wrong."""
 
+ADAPTER_METHOD = "adapter_method"
+"""Key in a worker's environment: PEFT's name of the method of the adapter that it loaded."""
+
 HOST = "cpu"
 """Name of the host at either end of a copy, whichever kernels its processor runs."""
 

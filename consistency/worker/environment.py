@@ -6,6 +6,7 @@ import functools
 import importlib.metadata
 import os
 import platform
+import sys
 from typing import Any
 
 import torch
@@ -19,6 +20,9 @@ from consistency.worker.precision import products_of
 
 _VERSIONED = ("transformers", "peft", "safetensors", "accelerate", "numpy")
 """Packages whose versions are described, besides torch."""
+
+_QUANTIZERS = ("bitsandbytes", "torchao")
+"""Packages that hold quantized weights; transformers imports them where a base needs them."""
 
 PRODUCTS = "products"
 """Key in a description of the precisions of products."""
@@ -58,6 +62,11 @@ def describe(device: torch.device) -> dict[str, Any]:
     if device.type != CPU:
         described.update(_accelerator(device))
     return described | digest_kernel(device) | products(device)
+
+
+def quantizers() -> dict[str, Any]:
+    """Return the versions of the packages for quantized weights that this process has imported."""
+    return {name: _version(name) for name in _QUANTIZERS if name in sys.modules}
 
 
 def describe_host() -> dict[str, Any]:

@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import torch
 
-from consistency.capture.names import WHOLE_MODEL
+from consistency.capture.names import ADAPTER_METHOD, WHOLE_MODEL
 from consistency.capture.records import SettingChange
 from consistency.capture.writer import write_json
 from consistency.case import standard
@@ -45,7 +45,7 @@ from consistency.worker.model.float64_reference import give_up
 from consistency.worker.model.id_checks import KernelAssertedError
 from consistency.worker.model.inputs import digest_of, sourced_inputs
 from consistency.worker.model.kept_base import BaseKeeper, Taken
-from consistency.worker.model.loading import LoadedBase, load_adapter, load_base
+from consistency.worker.model.loading import ADAPTER_NAME, LoadedBase, load_adapter, load_base
 from consistency.worker.model.sources import config_of, sources_of
 from consistency.worker.model.structure import Structure
 from consistency.worker.model.weight_files import WeightFiles
@@ -258,7 +258,7 @@ class Session:
         if BOUND and self._job.device != "cpu":
             facts["bound_kernels"] = ", ".join(f"{name} of {package}" for name, package in sorted(BOUND.items()))
         self._update(
-            environment={**self._state.environment, **facts},
+            environment={**self._state.environment, **facts, **environment.quantizers()},
             config=config_of(loaded.model),
             sources=sources_of(self._job.case),
         )
@@ -273,6 +273,8 @@ class Session:
         self._begin("load adapter")
         with self._placement.watching():
             adapter = load_adapter(loaded, case, autocast=job.autocast_adapter_dtype, notes_initial=True)
+        method = cast("Any", adapter.model).peft_config[ADAPTER_NAME].peft_type.value
+        self._update(environment={**self._state.environment, ADAPTER_METHOD: method})
         if adapter.detour:
             detour = f"PEFT first reads the adapter onto another device, and that device fails: {adapter.detour}"
             self._detour = f"{detour}; loaded with torch_device={job.device}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import textwrap
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from consistency.cli.output import print_json
 
@@ -59,28 +59,41 @@ def _explain(parsed: argparse.Namespace) -> int:
     return 0
 
 
-def _as_table(entry: GlossaryEntry) -> dict[str, str]:
+def _as_table(entry: GlossaryEntry) -> dict[str, Any]:
     """Return an entry for JSON."""
+    from consistency.comparison.findings.remark import remarks_on_word
+
     fields = ("summary", *(name for name, _ in _LABELS))
-    return {"word": entry.word, "family": entry.family.name, **{name: getattr(entry, name) for name in fields}}
+    texts = {name: getattr(entry, name) for name in fields}
+    known_faults = list(remarks_on_word(entry.word))
+    return {"word": entry.word, "family": entry.family.name, **texts, "known": known_faults}
 
 
 def _lines(entry: GlossaryEntry, width: int) -> Iterator[str]:
-    """Yield the lines of an entry: its word and family, its summary, and its other fields."""
+    """Yield the lines of an entry: its word and family, its summary, its other fields, and the remarks on it."""
+    from consistency.comparison.findings.remark import remarks_on_word
+
     yield f"{entry.word} · {entry.family.name}"
     yield from textwrap.wrap(entry.summary, width, initial_indent="  ", subsequent_indent="  ")
     yield ""
     for name, label in _LABELS:
         first = f"  {label}".ljust(_INDENT)
-        # a hyphen is a part of words and options: only blanks break a line
-        yield from textwrap.wrap(
-            getattr(entry, name),
-            width,
-            initial_indent=first,
-            subsequent_indent=" " * _INDENT,
-            break_on_hyphens=False,
-            break_long_words=False,
-        )
+        yield from _wrapped(getattr(entry, name), width, first)
+    for line in remarks_on_word(entry.word):
+        yield from _wrapped(line, width, "  known".ljust(_INDENT))
+
+
+def _wrapped(text: str, width: int, first: str) -> list[str]:
+    """Return the lines of a text below each other, the first one behind its label."""
+    # a hyphen is a part of words and options: only blanks break a line
+    return textwrap.wrap(
+        text,
+        width,
+        initial_indent=first,
+        subsequent_indent=" " * _INDENT,
+        break_on_hyphens=False,
+        break_long_words=False,
+    )
 
 
 def _list_lines(entries: list[GlossaryEntry]) -> Iterator[str]:

@@ -17,6 +17,7 @@ from consistency import plugins
 from consistency.comparison import findings, kinds
 from consistency.comparison.findings.evidence import ComparisonEvidence
 from consistency.comparison.findings.finder import Finder
+from consistency.comparison.findings.remark import with_remarks
 from consistency.comparison.result import Finding, TensorComparison, in_order, rows_of
 from consistency.numerics import words
 
@@ -41,7 +42,7 @@ def collect(evidence: ComparisonEvidence) -> tuple[Finding, ...]:
         phase_evidence = replace(evidence, unclaimed=unclaimed, findings=tuple(collected))
         for entry in phase_entries:
             collected += entry.find(phase_evidence)
-    return in_order(collected)
+    return in_order(with_remarks(finding, evidence) for finding in collected)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,4 +9,5 @@ _DIAGNOSIS = "consistency.extras.diagnosis"
 PLUGIN = Plugin(
     name="diagnosis",
     commands={name: f"{_DIAGNOSIS}.{name}.command" for name in ("drill", "reproduce", "bisect")},
+    remarks=(f"{_DIAGNOSIS}.upstream.remark:REMARK",),
 )

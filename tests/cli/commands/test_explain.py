@@ -32,7 +32,9 @@ def test_without_a_word_every_word_has_a_line(capsys: pytest.CaptureFixture[str]
 def test_json_has_the_same(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "zeros", "--json"]) == 0
     (entry,) = json.loads(capsys.readouterr().out)
-    assert list(entry) == ["word", "family", "summary", "meaning", "cause", "action", "example"]
+    assert list(entry) == ["word", "family", "summary", "meaning", "cause", "action", "example", "known"]
+    (fault,) = entry["known"]
+    assert "A merge into a parametrized weight is lost" in fault
     assert (entry["word"], entry["family"]) == ("zeros", "word of a diagnosis")
 
 

@@ -115,6 +115,7 @@ def explain_by_backbone(result: MergedFolder, configs: Sequence[Mapping[str, Any
             state.causes = {MergeCause.RESIDUAL_BASE: ""}
         elif state.status == "outside" and not state.causes:
             state.causes = {MergeCause.BACKBONE: ""}
+            state.advice = ""  # what was measured against another base leads nowhere
 
 
 def _has_few_levels(base: torch.Tensor, bits: int) -> bool:
