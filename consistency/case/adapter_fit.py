@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from consistency.case import recognition
-from consistency.case.checkpoint import Checkpoint, TensorHeader, read_checkpoint, read_json
+from consistency.case.checkpoint import Checkpoint, TensorHeader, read_checkpoint, read_json, read_model_weights
 from consistency.case.quantized import weights_of
 from consistency.errors import InputError
 
@@ -40,8 +40,13 @@ _DEFAULT_RANK = 8  # what `LoraConfig` uses where the config has no `r`
 _LORA_KEY = re.compile(r"^(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<side>[AB])(?:\.weight)?$")
 
 
-def check_files(base: Path | None, adapter: Path | None, *, allow_pickle: bool) -> None:
+def check_files(base: Path | None, adapter: Path | None, *, allow_pickle: bool, weights_alone: bool = False) -> None:
     """Check a base folder, an adapter folder, and that the adapter fits the base.
+
+    Parameters
+    ----------
+    weights_alone : bool, optional
+        Whether nothing but weights is read of the base, so that a model of diffusers is one too.
 
     Raises
     ------
@@ -54,9 +59,10 @@ def check_files(base: Path | None, adapter: Path | None, *, allow_pickle: bool) 
     weights: Checkpoint | None = None
     base_config: dict[str, Any] = {}
     if base is not None:
-        recognition.refuse_base_without_config(base)
-        base_config = read_json(base / "config.json", needed=("model_type",))
-        weights = read_checkpoint(base, stem="model", pickle_stem="pytorch_model", allow_pickle=allow_pickle)
+        recognition.refuse_base_without_config(base, weights_alone=weights_alone)
+        if not recognition.is_of_diffusers(base):
+            base_config = read_json(base / "config.json", needed=("model_type",))
+        weights = read_model_weights(base, allow_pickle=allow_pickle)
     if adapter is None:
         return
     config, tensors = read_adapter(adapter, allow_pickle=allow_pickle)

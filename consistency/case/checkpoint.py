@@ -67,6 +67,10 @@ def read_json(path: Path, *, needed: tuple[str, ...] = ()) -> dict[str, Any]:
     return table
 
 
+_OF_DIFFUSERS = "diffusion_pytorch_model"
+"""The name without ending of the weight files of diffusers, of safetensors and of pickles."""
+
+
 def read_checkpoint(folder: Path, *, stem: str, pickle_stem: str, allow_pickle: bool) -> Checkpoint:
     """Find and check the weight files of a folder; the stems are names without ending: `model`, `pytorch_model`.
 
@@ -97,6 +101,19 @@ def read_checkpoint(folder: Path, *, stem: str, pickle_stem: str, allow_pickle: 
     if pickles[0].suffix != ".bin":
         return read_index(pickles[0], allow_pickle=allow_pickle)
     return Checkpoint(folder=folder, files=(pickles[0],), tensors={}, pickled=True)
+
+
+def read_model_weights(folder: Path, *, allow_pickle: bool) -> Checkpoint:
+    """Find and check the weight files of a model of transformers, or of a part of a pipeline of diffusers.
+
+    Raises
+    ------
+    InputError
+        As of `read_checkpoint`.
+    """
+    if any(folder.glob(f"{_OF_DIFFUSERS}.*")) and not any(folder.glob("model.safetensors*")):
+        return read_checkpoint(folder, stem=_OF_DIFFUSERS, pickle_stem=_OF_DIFFUSERS, allow_pickle=allow_pickle)
+    return read_checkpoint(folder, stem="model", pickle_stem="pytorch_model", allow_pickle=allow_pickle)
 
 
 def read_index(index: Path, *, allow_pickle: bool) -> Checkpoint:

@@ -109,16 +109,27 @@ def has_tokenizer(folder: Path) -> bool:
     return any(_matches(name, _VOCABULARY) for name in _names(folder) or ())
 
 
-def refuse_base_without_config(folder: Path) -> None:
+def is_of_diffusers(folder: Path) -> bool:
+    """Report whether a folder holds a part of a pipeline of diffusers, such as its UNet."""
+    return (folder / BASE_CONFIG).is_file() and bool(_read_field(folder / BASE_CONFIG, "_diffusers_version"))
+
+
+def refuse_base_without_config(folder: Path, *, weights_alone: bool = False) -> None:
     """Raise InputError, which says what the folder is, unless it has the config of a base.
 
+    Parameters
+    ----------
+    weights_alone : bool, optional
+        Whether nothing but the weights is read, so that a model of diffusers is a base too.
+
+    Notes
+    -----
     Nothing is raised for a folder that cannot be read or is not recognised: reading its config says why.
     """
     names = _names(folder)
     if names is None:
         return
-    if BASE_CONFIG in names and _read_field(folder / BASE_CONFIG, "_diffusers_version"):
-        # A part of a pipeline, such as its `unet`, has a config of its own.
+    if is_of_diffusers(folder) and not weights_alone:
         class_name = _read_field(folder / BASE_CONFIG, "_class_name") or "a part of a pipeline"
         raise InputError(
             f"this folder holds {class_name} of diffusers, not a base model of transformers",

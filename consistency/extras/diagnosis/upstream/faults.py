@@ -235,6 +235,14 @@ FAULTS: Sequence[UpstreamFault] = (
         seen=_PEFT,
     ),
     UpstreamFault(
+        title="torchtune saves DoRA's magnitudes in another order",
+        page=_OTHERS,
+        library="torchtune",
+        outcome="found by check-merged",
+        helps="Put the magnitudes of `q_proj` and `k_proj` into the order of the rows of their `lora_B`",
+        seen=("0.6.1", "0.6.1"),
+    ),
+    UpstreamFault(
         title="A group that DistributedDataParallel still holds",
         page=_OTHERS,
         library="torch",

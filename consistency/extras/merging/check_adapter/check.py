@@ -17,7 +17,7 @@ from consistency.capture.wording import counted, layers_text, some
 from consistency.case import recognition
 from consistency.case.adapter_fit import check_files, read_adapter
 from consistency.case.case import Case
-from consistency.case.checkpoint import read_checkpoint
+from consistency.case.checkpoint import read_model_weights
 from consistency.case.other_trainers import adapter_of_another_trainer
 from consistency.errors import InputError
 from consistency.extras.merging.check_adapter.against import Relation, relation
@@ -143,8 +143,8 @@ def _computed_on_loading(config: Mapping[str, Any]) -> str:
 def _hold_against_base(found: SavedAdapter, case: Case) -> None:
     """Add what the headers of the base show: shapes that do not fit, and layers without factors."""
     base = Path(case.base)
-    check_files(base, Path(case.adapter or ""), allow_pickle=case.allow_pickle)
-    weights = read_checkpoint(base, stem="model", pickle_stem="pytorch_model", allow_pickle=case.allow_pickle)
+    check_files(base, Path(case.adapter or ""), allow_pickle=case.allow_pickle, weights_alone=True)
+    weights = read_model_weights(base, allow_pickle=case.allow_pickle)
     matrices = [
         name.removesuffix(".weight")
         for name, header in weights.tensors.items()

@@ -77,7 +77,7 @@ def check_adapter(
     folders = [Path(folder) for folder in (adapter, base, against) if folder is not None]
     if base is not None:
         recognition.refuse_swapped_folders(Path(base), Path(adapter))
-        recognition.refuse_base_without_config(Path(base))
+        recognition.refuse_base_without_config(Path(base), weights_alone=True)
     target = None if out is None else Path(out)
     if target is not None:
         refuse_among_weights(target, *folders)

@@ -23,6 +23,7 @@ from consistency.numerics.dtype import HALF_SMALLEST_SUBNORMAL, UNIT_ROUNDOFF, n
 from consistency.numerics.error import measure_against_exact
 from consistency.numerics.measure import Measure
 from consistency.numerics.typed import HALF_TYPES, Typed, half_ulp
+from consistency.stages.merged.forms.dora import Dora
 from consistency.stages.merged.forms.form import Form, Judged
 from consistency.stages.merged.forms.source import Source
 from consistency.worker.model.adapter_settings import stated_scaling
@@ -155,6 +156,9 @@ def _by_form(actual: torch.Tensor, base: torch.Tensor, target: ByForm) -> Measur
         form = target.make(Source(layer=target.layer, weight=base.to(weight), files=files, on_cpu=False))
         if form is None:
             return
+        if isinstance(form, Dora) and UNIT_ROUNDOFF[adapter] < UNIT_ROUNDOFF[weight]:
+            (measure,) = form.with_rounded_delta().measure([Judged(actual=actual.contiguous(), safe=False)])
+            yield measure, weight, adapter
         if UNIT_ROUNDOFF[weight] < UNIT_ROUNDOFF[actual.dtype]:
             form = _Cast(form, actual.dtype)
         for safe in (False, True):

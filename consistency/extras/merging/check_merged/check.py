@@ -13,9 +13,11 @@ import torch
 
 from consistency.capture.names import split_name
 from consistency.capture.wording import and_more, counted, some
+from consistency.case import recognition
 from consistency.case.case import Case
 from consistency.case.checkpoint import read_json
 from consistency.devices.cores import available_cores
+from consistency.errors import InputError
 from consistency.extras.merging.check_merged import names
 from consistency.extras.merging.check_merged.accused import (
     explain_by_backbone,
@@ -110,7 +112,10 @@ class _FolderCheck:
         adapters = []
         for case in self._cases:
             assert case.adapter is not None
-            adapters.append(open_adapter(Path(case.adapter), self._base, allow_pickle=case.allow_pickle))
+            opened = open_adapter(Path(case.adapter), self._base, allow_pickle=case.allow_pickle)
+            if opened is None:
+                _refuse_model_of_diffusers(Path(case.base), case.adapter)
+            adapters.append(opened)
             files = WeightFiles.of_adapter(case.adapter, allow_pickle=case.allow_pickle)
             self._broken += broken_tensors(files)
             config = read_json(Path(case.adapter) / "adapter_config.json")
@@ -409,3 +414,16 @@ def _most_frequent_dtype(tensors: Iterable[Stored]) -> str:
     """Return the name of the dtype that most matrices have; empty where there are none."""
     counts = Counter(name_of(tensor.dtype) for tensor in tensors if len(tensor.shape) > 1)
     return counts.most_common(1)[0][0] if counts else ""
+
+
+def _refuse_model_of_diffusers(base: Path, adapter: str) -> None:
+    """Raise InputError where an adapter takes a model, and that is one of diffusers, which is not made here."""
+    if not recognition.is_of_diffusers(base):
+        return
+    raise InputError(
+        "what this adapter adds is computed by its model, and this base is one of diffusers",
+        where=adapter,
+        got="a method other than LoRA, or a LoRA on convolutions",
+        wanted="a LoRA on linear layers",
+        hint="merge it once more by diffusers, and compare both folders: consistency diff FOLDER OTHER",
+    )

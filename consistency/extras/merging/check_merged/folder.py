@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 
 from consistency.capture.wording import counted, some
-from consistency.case.checkpoint import DTYPES, Checkpoint, TensorHeader, read_checkpoint, read_header, read_json
+from consistency.case.checkpoint import DTYPES, Checkpoint, TensorHeader, read_header, read_json, read_model_weights
 from consistency.errors import InputError
 from consistency.extras.merging.check_merged.causes import MergeCause
 from consistency.worker.model.weight_files import WeightFiles
@@ -120,7 +120,7 @@ def open_folder(path: Path, *, allow_pickle: bool, strict: bool) -> Folder:
     if path.is_file():
         checkpoint = Checkpoint(folder=path.parent, files=(path,), tensors=read_header(path))
     elif strict or not list(path.glob("*.safetensors")):
-        checkpoint = read_checkpoint(path, stem="model", pickle_stem="pytorch_model", allow_pickle=allow_pickle)
+        checkpoint = read_model_weights(path, allow_pickle=allow_pickle)
     else:
         checkpoint = _lenient_checkpoint(path, problems)
     files = WeightFiles(checkpoint, allow_pickle=allow_pickle)

@@ -109,7 +109,7 @@ def check_merged(
     for path in adapters:
         recognition.refuse_swapped_folders(base_folder, path)
         recognition.refuse_adapter_without_config(path)
-    recognition.refuse_base_without_config(base_folder)
+    recognition.refuse_base_without_config(base_folder, weights_alone=True)
     if target is not None:
         refuse_among_weights(target, base_folder, Path(merged), *adapters)
     with output(target, replace=replace):  # refused before any work

@@ -14,7 +14,14 @@ from typing import Any
 
 import numpy as np
 
-from consistency.case.checkpoint import DTYPES, read_checkpoint, read_header, read_index, refuse_pickle
+from consistency.case.checkpoint import (
+    DTYPES,
+    read_checkpoint,
+    read_header,
+    read_index,
+    read_model_weights,
+    refuse_pickle,
+)
 from consistency.errors import InputError
 
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
@@ -72,8 +79,12 @@ def _files(path: Path, *, allow_pickle: bool) -> tuple[tuple[Path, ...], bool]:
         is_adapter = any(
             (path / f"adapter_{name}").exists() for name in ("config.json", "model.safetensors", "model.bin")
         )
-        stem, pickle_stem = ("adapter_model", "adapter_model") if is_adapter else ("model", "pytorch_model")
-        checkpoint = read_checkpoint(path, stem=stem, pickle_stem=pickle_stem, allow_pickle=allow_pickle)
+        if is_adapter:
+            checkpoint = read_checkpoint(
+                path, stem="adapter_model", pickle_stem="adapter_model", allow_pickle=allow_pickle
+            )
+        else:
+            checkpoint = read_model_weights(path, allow_pickle=allow_pickle)
         return checkpoint.files, checkpoint.pickled
     if not stat.S_ISREG(kind):  # a pipe or a device can be read only once, or never ends
         raise InputError("neither a file nor a folder", where=path, wanted="a file that can be mapped into memory")

@@ -26,6 +26,7 @@ import numpy as np
 import torch
 
 from consistency.numerics.bound import gamma
+from consistency.numerics.dtype import UNIT_ROUNDOFF
 from consistency.numerics.running_error import Tracked, over
 from consistency.numerics.typed import Typed, stored
 from consistency.stages.merged.forms.form import Form, Judged
@@ -57,12 +58,20 @@ class Dora(Form):
         self._by_row = by_row
         self._axis = 1 if by_row else 0
         self._terms = self.width if by_row else self.rows
-        flat = Typed.known(magnitude.reshape(-1))
+        self._flat_magnitude = magnitude.reshape(-1)
+        flat = Typed.known(self._flat_magnitude)
         if by_row:
             self._magnitude = flat.moved(lambda m: m[:, None])
         else:
             self._magnitude = flat.moved(lambda m: m[None, :])
         self._cached_column_factors: Typed | None = None
+        self._delta_dtype: torch.dtype | None = None
+
+    def with_rounded_delta(self) -> Dora:
+        """Return the form of a merge that rounds the delta to the weight's dtype, and sums in it, as MLX fuses DoRA."""
+        form = Dora(self._source, self._factors, self._flat_magnitude, by_row=self._by_row)
+        form._delta_dtype = self.weight.dtype
+        return form
 
     @classmethod
     def of(cls, source: Source, factors: LowRankFactors | None, *, by_row: bool) -> Dora | None:
@@ -81,14 +90,14 @@ class Dora(Form):
             factor = self._column_factors()
             fit = np.zeros((3, self.width))
             for rows in self._blocks():
-                total = self._factors.delta(rows) + self.base(rows)
+                total = self._delta(rows) + self.base(rows)
                 fit += self._fit(total, self._beside(total, factor), self._actual(tested, rows))
             slack = _slack(fit, factor.moved(lambda f: f[0]))
         return _Fitted(actual=tested.actual, safe=tested.safe, slack=slack)
 
     def block(self, tensors: Sequence[Judged], rows: slice) -> Sequence[Typed]:
         """Return rows of the exact delta or merged weight of each tensor, with their bounds."""
-        delta = self._factors.delta(rows)
+        delta = self._delta(rows)
         total = self.base(rows) + delta
         exact_rows = []
         for tested in tensors:
@@ -101,6 +110,11 @@ class Dora(Form):
             error = beside + slack * np.abs(total.value)
             exact_rows.append(Typed(value=factor.value * total.value, error=error, dtype=self.weight.dtype))
         return exact_rows
+
+    def _delta(self, rows: slice) -> Typed:
+        """Return rows of the low-rank product, in the dtype in which the merge adds it."""
+        delta = self._factors.delta(rows)
+        return delta if self._delta_dtype is None else delta.to(self._delta_dtype)
 
     def _factors_in(self, rows: slice, total: Typed) -> Typed:
         """Return the factors of the outputs in a block, `(n, 1)` or `(1, columns)`."""
@@ -133,7 +147,7 @@ class Dora(Form):
             value, error, size = (np.zeros((1, self.width)) for _ in range(3))
             dtype = self.weight.dtype
             for rows in self._blocks():
-                total = self._factors.delta(rows) + self.base(rows)
+                total = self._delta(rows) + self.base(rows)
                 dtype = total.dtype
                 for sums, block_sums in zip((value, error, size), self._squares(total), strict=True):
                     sums += block_sums
@@ -150,6 +164,8 @@ class Dora(Form):
     def _factor(self, value: np.ndarray, error: np.ndarray, size: np.ndarray, dtype: torch.dtype, rows: slice) -> Typed:
         """Return magnitude over norm of the outputs in some rows, from the sums that `_squares` makes."""
         arithmetic = self._source.matmul(dtype)
+        if self._delta_dtype is not None:  # each square is rounded to it, too
+            error = error + UNIT_ROUNDOFF[self._delta_dtype] * size
         sum_error = error + gamma(self._terms + 1, arithmetic.unit) * size + self._terms * arithmetic.floor
         norm = Tracked(value=value, error=sum_error, by=arithmetic).sqrt().store()
         magnitude = self._magnitude.moved(lambda m: m[rows]) if self._by_row else self._magnitude

@@ -15,7 +15,17 @@ from consistency.errors import InputError
 from consistency.extras.merging.check_merged.causes import MergeCause
 from consistency.extras.merging.check_merged.difference import difference
 from consistency.extras.merging.check_merged.result import check_merged
-from tests.extras.merging.check_merged.made_merges import Case, Tensors, checked, kinds, llama, message, random
+from tests.extras.merging.check_merged.made_merges import (
+    Case,
+    Tensors,
+    checked,
+    kinds,
+    llama,
+    message,
+    random,
+    save,
+    write,
+)
 
 
 def shards(case: Case, folder: Path, parts: Mapping[str, Tensors], index: Mapping[str, str] | None = None) -> Path:
@@ -178,3 +188,45 @@ def test_ranks_and_full_differences() -> None:
         assert difference((base.float() + made["b"] @ made["a"]).to(dtype), base).rank == 7
         assert difference((base.float() + made["full"]).to(dtype), base).rank is None
     assert difference(made["w"][0] + 1, made["w"][0]).rank is None
+
+
+# --- models of diffusers -----------------------------------------------------------------------------------------------
+
+
+def of_diffusers(folder: Path) -> Path:
+    """Return a folder as diffusers saves a UNet: by the names of its files, and its config."""
+    (folder / "model.safetensors").rename(folder / "diffusion_pytorch_model.safetensors")
+    settings = {"_class_name": "UNet2DConditionModel", "_diffusers_version": "0.42.1"}
+    (folder / "config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def unet(folder: Path) -> Case:
+    tensors = random({f"down_blocks.{n}.attn1.to_q.weight": (16, 16) for n in range(2)})
+    tensors |= random({"conv_in.weight": (16, 4, 3, 3)})
+    return save(folder, tensors, {}, [name for name in tensors if "to_q" in name])
+
+
+@pytest.mark.parametrize(("times", "expected"), [(1, []), (2, [MergeCause.TWICE])])
+def test_a_unet_of_diffusers_is_read_without_its_model(tmp_path: Path, times: int, expected: list[MergeCause]) -> None:
+    case = unet(tmp_path)
+    tensors = dict(case.tensors)
+    for name in case.deltas:
+        tensors[name] = (tensors[name].double() + times * case.delta(name)).float()
+    merged = of_diffusers(write(tmp_path / "merged", tensors))
+    of_diffusers(case.base)
+    assert kinds(check_merged(merged, base=case.base, adapter=case.adapter)) == expected
+
+
+def test_an_adapter_that_takes_a_model_of_diffusers_is_refused(tmp_path: Path) -> None:
+    """A LoRA on a convolution is no product of two matrices for `open_adapter`."""
+    case = unet(tmp_path)
+    factors = {
+        "base_model.model.conv_in.lora_A.weight": torch.ones(2, 4, 3, 3),
+        "base_model.model.conv_in.lora_B.weight": torch.ones(16, 2, 1, 1),
+    }
+    save_file(factors, case.adapter / "adapter_model.safetensors")
+    merged = of_diffusers(write(tmp_path / "merged", case.tensors))
+    of_diffusers(case.base)
+    with pytest.raises(InputError, match="this base is one of diffusers"):
+        check_merged(merged, base=case.base, adapter=case.adapter)

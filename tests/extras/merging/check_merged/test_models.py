@@ -139,6 +139,33 @@ def test_dora_whose_change_is_rounded_and_added_again(tmp_path: Path) -> None:
     assert (found.verdict, kinds(found)) == ("consistent", [])
 
 
+@pytest.mark.parametrize(
+    ("scaling", "magnitude", "verdict"),
+    [(2.0, 1.0, "consistent"), (2.1, 1.0, "inconsistent"), (2.0, 1.05, "inconsistent"), (2.0, None, "inconsistent")],
+    ids=["as MLX fuses", "another scaling", "another magnitude", "no magnitude"],
+)
+def test_dora_whose_sum_is_rounded_before_the_magnitude(
+    tmp_path: Path, scaling: float, magnitude: float | None, verdict: str
+) -> None:
+    """MLX rounds the delta and the sum to the weight's dtype, takes its norm in it, and saves a float32 product."""
+    made = in_bfloat16(trained(tmp_path, "llama", "LORA", "use_dora"))
+    merged = made.merge(torch.float32)
+    file = merged / "model.safetensors"
+    tensors, base = load_file(file), load_file(made.base / "model.safetensors")
+    factors = load_file(made.adapter / "adapter_model.safetensors")
+    for key in (one for one in factors if one.endswith("lora_A.weight")):
+        module = key.removesuffix(".lora_A.weight")
+        name = f"{module.removeprefix('base_model.model.')}.weight"
+        delta = scaling * (factors[f"{module}.lora_B.weight"] @ factors[key])
+        total = base[name] + delta.bfloat16()
+        norm = total.square().sum(dim=1).sqrt()
+        assert norm.dtype == torch.bfloat16
+        factor = factors[f"{module}.lora_magnitude_vector"] / norm
+        tensors[name] = total if magnitude is None else magnitude * factor[:, None] * total
+    save_file(tensors, file, {"format": "pt"})
+    assert made.check(merged).verdict == verdict
+
+
 def test_a_residual_base_is_needed(tmp_path: Path) -> None:
     made = trained(tmp_path, "llama", "LORA", "pissa")
     factors = load_file(made.adapter / "adapter_model.safetensors")
