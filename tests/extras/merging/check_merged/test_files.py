@@ -190,7 +190,7 @@ def test_ranks_and_full_differences() -> None:
     assert difference(made["w"][0] + 1, made["w"][0]).rank is None
 
 
-# --- models of diffusers -----------------------------------------------------------------------------------------------
+# --- models of diffusers ----------------------------------------------------------------------------------------------
 
 
 def of_diffusers(folder: Path) -> Path:
