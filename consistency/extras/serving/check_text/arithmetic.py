@@ -5,12 +5,14 @@ ours has the engine's own errors: passes with noise get random ones of the same 
 much wider. Where an engine computes in a narrower dtype than the model's, passes with noise are those of the model in
 that dtype, whose weights are rounded to it as the engine rounds them.
 
-Nothing else is widened. That an engine's exp or SiLU is an approximation of a few units in the last place of float32
-is within what passes with noise allow, as is any order in which it adds up.
+Every engine takes log probabilities from its logits in float32, and adds up as many exponentials as there are tokens in
+the vocabulary, in an order of its own (`log_softmax_error`). Nothing else is widened: that an engine's SiLU is an
+approximation of a few units in the last place of float32 is within what passes with noise allow.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -22,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from consistency.extras.serving.check_text.sampling import KV_DTYPES
 from consistency.extras.serving.engines import ENGINES
-from consistency.numerics.rules import UNIT_ROUNDOFF
+from consistency.numerics.rules import FALSE_ALARM, UNIT_ROUNDOFF
 
 INT8 = "int8"
 _STEPS_OF_INT8 = 127
@@ -65,6 +67,18 @@ class EngineArithmetic:
         return RoundedCache(self.kv_dtype, seed) if self.kv_dtype else nullcontext()
 
 
+def log_softmax_error(vocabulary: int) -> float:
+    r"""Return by how much a float32 sum of a vocabulary's exponentials may move all log probabilities of a place.
+
+    The relative error of a sum of n positive terms, added up in any order, is at most :math:`\lambda \sqrt n u` but for
+    a probability of :math:`2 n e^{-\lambda^2 / 2}`, here 10⁻⁹ (Higham and Mary, *A new approach to probabilistic
+    rounding error analysis*, 2019), and so is the absolute error of its logarithm. An exponential that is off by a few
+    units in its last place adds as much once, not n times.
+    """
+    lambda_ = math.sqrt(2 * math.log(2 * vocabulary / FALSE_ALARM))
+    return lambda_ * math.sqrt(vocabulary) * UNIT_ROUNDOFF["float32"]
+
+
 OWN = EngineArithmetic()
 """The model's own dtype throughout."""
 
@@ -74,7 +88,11 @@ def of_engine(name: str, dtype: str) -> EngineArithmetic:
     if not name:
         return OWN
     engine = ENGINES[name]
-    return EngineArithmetic(kv_dtype=engine.kv_dtypes.get(dtype, ""), computes_in=engine.computes_in.get(dtype, ""))
+    computes_in = engine.computes_in.get(dtype, "")
+    kv_dtype = engine.kv_dtypes.get(dtype, "")
+    if computes_in and kv_dtype and UNIT_ROUNDOFF[kv_dtype] <= UNIT_ROUNDOFF[computes_in]:
+        kv_dtype = ""  # which rounds no more than all else does
+    return EngineArithmetic(kv_dtype=kv_dtype, computes_in=computes_in)
 
 
 def engines_with(arithmetic: EngineArithmetic, dtype: str) -> list[str]:

@@ -47,6 +47,7 @@ from consistency.extras.serving.check_text.arithmetic import (
     OWN,
     EngineArithmetic,
     engines_with,
+    log_softmax_error,
     of_engine,
     others_than,
 )
@@ -561,11 +562,12 @@ class _Judging:
         with_logprobs = [of_text for of_text in differences if of_text is not None]
         sample = [self.exact[number] for number in self.sample]
         digits = max(tokens.logprob_rounding for tokens in self.tokens)
+        rounding = digits + log_softmax_error(sample[0].exact.vocabulary)
         of_trainer = [self.plain[number].trainer_differences for number in distinct]
         report = msgspec.structs.replace(
             report,
-            summary=summarize(with_logprobs, sample, digits),
-            trainer=summarize([of_text for of_text in of_trainer if of_text is not None], sample, digits),
+            summary=summarize(with_logprobs, sample, rounding),
+            trainer=summarize([of_text for of_text in of_trainer if of_text is not None], sample, rounding),
         )
         if report.summary is None or not report.summary.is_beyond:
             return report

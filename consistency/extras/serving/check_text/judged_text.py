@@ -14,7 +14,7 @@ import torch
 from consistency.case.budget.costs import LEAST_PASSES, MOST_PASSES
 from consistency.devices.products import Products
 from consistency.errors import InputError
-from consistency.extras.serving.check_text.arithmetic import OWN, EngineArithmetic
+from consistency.extras.serving.check_text.arithmetic import OWN, EngineArithmetic, log_softmax_error
 from consistency.extras.serving.check_text.processing import Logits, Processing
 from consistency.extras.serving.check_text.report import LogprobGap, TokenGap
 from consistency.extras.serving.check_text.texts import Tokens, other_tokens
@@ -56,6 +56,8 @@ class TokenFigures:
         that size: the root of :math:`(1 - p)^2 + \sum q^2`, with p the token's probability and q the others'.
     past_end : int
         Tokens in whose place the model would have ended the text.
+    vocabulary : int
+        Number of tokens that each probability is one of.
     """
 
     gaps: torch.Tensor
@@ -64,6 +66,7 @@ class TokenFigures:
     largest: torch.Tensor
     weights: torch.Tensor
     past_end: int
+    vocabulary: int
 
     @classmethod
     def of(cls, logits: Logits, chosen: torch.Tensor, ends: tuple[int, ...]) -> TokenFigures:
@@ -84,6 +87,7 @@ class TokenFigures:
             largest=largest,
             weights=weights,
             past_end=past_end,
+            vocabulary=logits.own.shape[-1],
         )
 
 
@@ -193,8 +197,20 @@ class JudgedText:
         return self._allowed_of(self.exact.logprobs)
 
     def _allowed_of(self, logprobs: torch.Tensor) -> torch.Tensor:
-        by_passes = self.logprob_spread.allowed(logprobs[:, None], torch.float32)[:, 0]
-        return by_passes + self.tokens.logprob_rounding
+        return self._allowed_by_passes(logprobs) + self.rounding_of_all
+
+    def _allowed_by_passes(self, logprobs: torch.Tensor) -> torch.Tensor:
+        return self.logprob_spread.allowed(logprobs[:, None], torch.float32)[:, 0]
+
+    @property
+    def allowed_of_logits(self) -> torch.Tensor:
+        """Largest error of a log probability that comes from rounding in its logits, `(tokens,)`."""
+        return self._allowed_by_passes(self.exact.logprobs)
+
+    @property
+    def rounding_of_all(self) -> float:
+        """Largest error of each log probability alike: of its digits in the file, and of the sum of a softmax."""
+        return self.tokens.logprob_rounding + log_softmax_error(self.exact.vocabulary)
 
     @property
     def first_impossible(self) -> int | None:
@@ -297,7 +313,7 @@ class JudgedText:
         noisy = _noisy_figures(
             self.passes.model, self.tokens, self.passes.inputs, read, len(self.noisy_logprobs), step, self.arithmetic
         )
-        allowed = _spread(noisy, exact).allowed(exact, torch.float32)[:, 0] + self.tokens.logprob_rounding
+        allowed = _spread(noisy, exact).allowed(exact, torch.float32)[:, 0] + self.rounding_of_all
         return float(_ratios(wanted, exact[:, 0], allowed).max())
 
 

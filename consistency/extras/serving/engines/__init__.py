@@ -51,9 +51,10 @@ ENGINES = {
     ),
     "openvino": KnownEngine(
         title="OpenVINO",
+        kv_dtypes={"float32": "float16"},
         computes_in={"float32": "bfloat16"},
-        source="INFERENCE_PRECISION_HINT of a compiled model is bfloat16 on a processor that has it, with float32 "
-        "weights too; f32 is to be asked for",
+        source="of a compiled model INFERENCE_PRECISION_HINT is bfloat16 on a processor that has it, and "
+        "KV_CACHE_PRECISION is float16, with float32 too",
         version="2026.4.1",
     ),
     "tensorrt-llm": KnownEngine(
