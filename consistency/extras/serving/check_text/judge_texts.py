@@ -702,7 +702,7 @@ class _Judging:
             if not has_logprobs and not engines_with(arithmetic, dtype):
                 continue
             judged = list(self._explained_in(arithmetic, numbers))
-            if len(judged) < len(numbers):
+            if len(judged) < len(numbers) or (has_logprobs and not _are_by_chance(judged)):
                 continue
             if self.run.has_adapter and all(_is_explained_without(text) for text in judged):
                 continue
@@ -723,8 +723,6 @@ class _Judging:
         for number in numbers:
             judged = self.exact[number].in_arithmetic(arithmetic)
             if not _is_right(judged):
-                return
-            if judged.tokens.judged_logprobs is not None and not _are_by_chance([judged]):
                 return
             yield judged
 

@@ -79,9 +79,10 @@ def test_a_float32_sum_over_a_vocabulary_is_within_what_a_log_softmax_is_allowed
     torch.manual_seed(0)
     logits = torch.randn(64, 50_000, dtype=torch.float64) * 4
     terms = (logits - logits.amax(-1, keepdim=True)).exp().to(torch.float32)
-    total = torch.zeros(64, dtype=torch.float32)
-    for column in terms.T:  # one after another: the order with the largest error
-        total += column
+    lanes = torch.zeros(64, 4, dtype=torch.float32)
+    for columns in terms.reshape(64, -1, 4).unbind(1):  # the narrowest vector units add up four partial sums
+        lanes += columns
+    total = lanes.sum(-1)
     error = (total.double().log() - terms.double().sum(-1).log()).abs().max()
     allowed = log_softmax_error(50_000)
     assert allowed / 100 < float(error) < allowed
@@ -228,7 +229,8 @@ def test_an_engine_takes_log_probabilities_after_its_temperature(case: Case) -> 
     right = check_text(case, after_temperature, options=TextOptions(engine="sglang", sampling=sampling))
     assert right.logprobs_verdict == "right"
     wrong = check_text(case, after_temperature, options=TextOptions(engine="vllm", sampling=sampling))
-    assert (wrong.logprobs_verdict, wrong.texts[0].logprobs_of) == ("explained", "temperature 0.7")
+    assert wrong.logprobs_verdict == "explained"
+    assert wrong.texts[0].logprobs_of.startswith("temperature 0.7")
 
 
 def _logprobs_at(model: Any, text: Text, temperature: float) -> list[float]:
