@@ -137,19 +137,21 @@ class TextOptions:
                 hint=did_you_mean(self.engine, tuple(ENGINES)),
             )
 
-    def arithmetic(self, dtype: str) -> EngineArithmetic:
-        """Return how the writer computes with a model in a dtype."""
-        arithmetic = of_engine(self.engine, dtype)
-        return replace(arithmetic, kv_dtype=self.kv_dtype) if self.kv_dtype else arithmetic
 
-    def sampling_of_logprobs(self, sampling: Sampling | None) -> Sampling | None:
-        """Return the part of a sampler that log probabilities were taken after; None where they are the model's own."""
-        if sampling is None or self.processed:
-            return sampling
-        if self.processed is False or not self.engine:
-            return None
-        settings = ENGINES[self.engine].processed_by
-        return Sampling(**{name: getattr(sampling, name) for name in settings}) if settings else None
+def _stated_arithmetic(options: TextOptions, dtype: str) -> EngineArithmetic:
+    """Return how the writer computes with a model in a dtype, as far as it is stated."""
+    arithmetic = of_engine(options.engine, dtype)
+    return replace(arithmetic, kv_dtype=options.kv_dtype) if options.kv_dtype else arithmetic
+
+
+def _sampling_of_logprobs(options: TextOptions, sampling: Sampling | None) -> Sampling | None:
+    """Return the part of a sampler that log probabilities were taken after; None where they are the model's own."""
+    if sampling is None or options.processed:
+        return sampling
+    if options.processed is False or not options.engine:
+        return None
+    settings = ENGINES[options.engine].processed_by
+    return Sampling(**{name: getattr(sampling, name) for name in settings}) if settings else None
 
 
 def check_text(
@@ -289,7 +291,7 @@ def _checked(run: _Run, texts: Sequence[Text], where: str) -> TextReport:
     ]
     try:
         with model_code(run.model):
-            arithmetic = run.options.arithmetic(_dtype_of(run.model))
+            arithmetic = _stated_arithmetic(run.options, _dtype_of(run.model))
             judging = _Judging(run=run, texts=texts, tokens=tokens_of_texts, arithmetic=arithmetic)
             judging.judge()
             return judging.report()
@@ -503,7 +505,7 @@ class _Judging:
         options = self.run.options
         stated = {self.sampling(number) for number in numbers}
         sampling = stated.pop() if len(stated) == 1 else None
-        for after in dict.fromkeys([options.sampling_of_logprobs(sampling), sampling]):
+        for after in dict.fromkeys([_sampling_of_logprobs(options, sampling), sampling]):
             if after is not None and str(after):
                 yield Processing(sampling=after)
                 yield Processing(sampling=after, is_end_masked=True)
@@ -546,7 +548,7 @@ class _Judging:
                 continue
             verdict: Verdict = "sampled" if result.verdict == "undecided" else result.verdict
             result = msgspec.structs.replace(result, logprobs_of=processing.name, verdict=verdict, reason="")
-            is_stated = self.run.options.sampling_of_logprobs(self.sampling(number)) == processing.sampling
+            is_stated = _sampling_of_logprobs(self.run.options, self.sampling(number)) == processing.sampling
             if is_stated and not processing.is_end_masked:
                 result = msgspec.structs.replace(result, logprobs=ratios[number], worst_logprob=None)
                 self.plain.pop(number, None)  # its differences from the model's own are none of rounding
