@@ -100,6 +100,9 @@ _LEAST_BY_CHANCE, _MOST_BY_CHANCE = 1 / 3, 3.0
 _DEVIATIONS = 3.0
 """Standard deviations that a mean by chance does not reach, as a rule: what exceeds them has no such name."""
 
+_MOST_ALIKE = 0.8
+"""Mean of errors over their size, from which on nearly the same was added to every log probability: not by rounding."""
+
 _FAR_OUTSIDE = 4.0
 """Ratio of the screen from which on a text is wrong that could not be judged in float64 for the number of those."""
 
@@ -876,7 +879,9 @@ def _are_by_chance(texts: Sequence[JudgedText]) -> bool:
     size = float(errors.square().mean().sqrt())
     sum_in_deviations = abs(float(errors.sum())) / math.sqrt(len(errors))
     has_its_size = _LEAST_BY_CHANCE <= size <= _MOST_BY_CHANCE
-    return has_its_size and sum_in_deviations <= _DEVIATIONS * max(size, 1.0)
+    # errors of one cache lean to one side, as tokens share it, but are never the same at every token
+    is_constant = abs(float(errors.mean())) > _MOST_ALIKE * size
+    return has_its_size and not is_constant and sum_in_deviations <= _DEVIATIONS * max(size, 1.0)
 
 
 def _log_likelihood(texts: Sequence[JudgedText]) -> float:
