@@ -407,7 +407,8 @@ class TextReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     def _engines(self, fact: str, dtype: str, option: str) -> str:
         """Return which engines do so by default, and the options that say it."""
         names = [name for name, engine in ENGINES.items() if getattr(engine, fact).get(self.dtype) == dtype]
-        return f"{' and '.join(names)} does by default: say it by --engine {names[0]}, or {option}"
+        verb = "do" if len(names) > 1 else "does"
+        return f"{' and '.join(names)} {verb} by default: say it by --engine {names[0]}, or {option}"
 
     def _lines_on_causes(self) -> Iterator[str]:
         causes = _explanations(self.causes or self.logprob_causes)

@@ -28,7 +28,7 @@ ENGINES = {
         title="llama.cpp",
         kv_dtypes={"float32": "float16"},
         source="type_k and type_v are GGML_TYPE_F16 in llama_context_default_params (src/llama-context.cpp)",
-        version="llama-cpp-python 0.3.36",
+        version="xllamacpp 2026.10.11549, which is llama.cpp b11549",
     ),
     "mlx": KnownEngine(
         title="MLX",

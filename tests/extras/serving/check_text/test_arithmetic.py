@@ -110,7 +110,7 @@ def test_a_cache_in_float16_is_explained(case: Case, *, with_logprobs: bool) -> 
     assert report.exit_status == 0
     lines = list(report.lines())
     if with_logprobs:
-        said = "explained by keys and values in float16, as llama.cpp and openvino does by default"
+        said = "explained by keys and values in float16, as llama.cpp and openvino do by default"
         assert any(said in line for line in lines)
     stated = check_text(case, texts, options=LLAMA_CPP)
     assert (stated.exit_status, stated.cache, stated.computed_in) == (0, "", "")
