@@ -94,7 +94,7 @@ def test_the_sum_of_a_softmax_moves_all_log_probabilities_alike(case: Case) -> N
     vocabulary = loaded(case).config.vocab_size
 
     def moved(by: float) -> list[Text]:
-        return [Text(prompt=t.prompt, text=t.text, logprobs=[value + by for value in t.logprobs]) for t in texts]
+        return [Text(prompt=t.prompt, text=t.text, logprobs=[value + by for value in t.logprobs or ()]) for t in texts]
 
     right, wrong = moved(log_softmax_error(vocabulary) / 2), moved(100 * log_softmax_error(vocabulary))
     assert check_text(case, right).exit_status == 0
@@ -238,6 +238,6 @@ def _logprobs_at(model: Any, text: Text, temperature: float) -> list[float]:
     with torch.no_grad():
         logits = model(ids).logits[0, -len(text.text) :].double() / temperature
     chosen = torch.tensor(text.text)
-    values = logits.log_softmax(-1).gather(1, chosen[:, None])[:, 0].tolist()
+    values: list[float] = logits.log_softmax(-1).gather(1, chosen[:, None])[:, 0].tolist()
     assert all(math.isfinite(value) for value in values)
     return values
