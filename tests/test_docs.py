@@ -30,8 +30,8 @@ DOCUMENTS = (
     *sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md")),
 )
 
-OUTSIDE = {"my_wrapper.py", "test_adapter.py", "models/modeling.py"}
-"""What a document asks its reader to write, and files of an example."""
+OUTSIDE = {"my_wrapper.py", "test_adapter.py", "models/modeling.py", "llama.cpp"}
+"""What a document asks its reader to write, files of an example, and an engine whose name looks like a file."""
 
 GENERATED = {
     "docs/api.md",

@@ -12,6 +12,7 @@ from consistency.cli.output import add_quiet_option, print_json
 from consistency.cli.parser import BAD_USE
 from consistency.errors import UsageError, did_you_mean
 from consistency.extras.serving.check_text.sampling import KV_DTYPES, Sampling
+from consistency.extras.serving.engines import ENGINES
 from consistency.text import one_line
 
 EXAMPLES = (
@@ -53,14 +54,21 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--logprobs",
         choices=("raw", "processed"),
-        default="raw",
-        help="raw: the model's own (default); processed: taken after what --sampling or the file says",
+        help="raw: the model's own; processed: taken after what --sampling or the file says (default: as the engine "
+        "takes them; raw where none is stated)",
     )
     parser.add_argument(
         "--kv-dtype",
         choices=KV_DTYPES,
         default="",
-        help="dtype in which the engine keeps keys and values (default: the model's own)",
+        help="dtype in which the engine keeps keys and values (default: the engine's; the model's own where none is "
+        "stated)",
+    )
+    parser.add_argument(
+        "--engine",
+        choices=tuple(ENGINES),
+        default="",
+        help="the engine that wrote the texts: they are judged by its own arithmetic (docs/engines/arithmetic.md)",
     )
     add_quiet_option(parser)
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
@@ -125,7 +133,8 @@ def _check_text(parsed: argparse.Namespace) -> int:
         if not parsed.quiet:
             print(one_line(name), file=sys.stderr)
 
-    how = TextOptions(sampling=sampling, processed=parsed.logprobs == "processed", kv_dtype=parsed.kv_dtype)
+    processed = None if parsed.logprobs is None else parsed.logprobs == "processed"
+    how = TextOptions(sampling=sampling, processed=processed, kv_dtype=parsed.kv_dtype, engine=parsed.engine)
     report = check_text(case, texts, options=how, step=step)
     if parsed.json:
         print_json(report.to_builtins())

@@ -59,7 +59,7 @@ _BARS = 12
 
 
 def summarize(
-    differences: Sequence[torch.Tensor], sample: Sequence[JudgedText], digits: float = 0.0
+    differences: Sequence[torch.Tensor], sample: Sequence[JudgedText], rounding: float = 0.0
 ) -> LogprobSummary | None:
     """Hold differences against those of healthy passes over a sample of the texts.
 
@@ -69,8 +69,8 @@ def summarize(
     ----------
     differences : sequence of torch.Tensor
         `(tokens,)` for each text that has log probabilities.
-    digits : float
-        Largest error of a log probability that comes from how many digits the file has.
+    rounding : float
+        Largest error of every log probability alike, such as that of how many digits the file has.
     """
     if not differences:
         return None
@@ -82,8 +82,8 @@ def summarize(
     return LogprobSummary(
         found=differences_of(found),
         healthy=differences_of(healthy),
-        threshold=_threshold(pairs, len(differences), len(sample)) + digits,
-        mean_threshold=_mean_threshold(differences, differences_of(healthy)) + digits,
+        threshold=_threshold(pairs, len(differences), len(sample)) + rounding,
+        mean_threshold=_mean_threshold(differences, differences_of(healthy)) + rounding,
         histogram=_counts(found, edges),
         healthy_histogram=_counts(healthy, edges),
         edges=tuple(edges.tolist()),

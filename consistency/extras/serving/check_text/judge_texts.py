@@ -23,7 +23,7 @@ import math
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ import transformers
 
 from consistency.case.case import Case
 from consistency.case.recognition import has_tokenizer
-from consistency.errors import InputError, first_line
+from consistency.errors import InputError, did_you_mean, first_line
 from consistency.extras.serving.check_text.alternatives import (
     AskedText,
     Causes,
@@ -43,7 +43,14 @@ from consistency.extras.serving.check_text.alternatives import (
     causes_of,
     figures_without_adapter,
 )
-from consistency.extras.serving.check_text.arithmetic import OF_DEFAULT, EngineArithmetic
+from consistency.extras.serving.check_text.arithmetic import (
+    OWN,
+    EngineArithmetic,
+    engines_with,
+    log_softmax_error,
+    of_engine,
+    others_than,
+)
 from consistency.extras.serving.check_text.differences import summarize
 from consistency.extras.serving.check_text.judged_text import JudgedText, Step, TokenFigures, chosen_ids
 from consistency.extras.serving.check_text.power import leaning_to, tokens_to_tell, written_by
@@ -57,13 +64,13 @@ from consistency.extras.serving.check_text.processing import (
     surprise_of,
 )
 from consistency.extras.serving.check_text.report import TextReport, TextResult, Told, Verdict
-from consistency.extras.serving.check_text.sampling import KV_DTYPES, Sampling
+from consistency.extras.serving.check_text.sampling import Sampling
 from consistency.extras.serving.check_text.screening import PlainText, Screen, plain_logits, plain_text
 from consistency.extras.serving.check_text.summary import LogprobSummary
 from consistency.extras.serving.check_text.text_causes import TextCause
 from consistency.extras.serving.check_text.texts import Text, Tokens, encoded
+from consistency.extras.serving.engines import ENGINES
 from consistency.numerics.dtype import name_of
-from consistency.numerics.rules import UNIT_ROUNDOFF
 from consistency.worker.model.inputs import tokenizer_of
 from consistency.worker.model.loading import load_model
 from consistency.worker.model.running import model_code
@@ -78,6 +85,12 @@ _MOST_SUSPICIOUS = 16
 _MOST_EXPLAINED = 6
 """Wrong texts that causes are tried on."""
 
+_MOST_IN_ARITHMETICS = 3
+"""Wrong texts that other arithmetics of the writer are tried on."""
+
+_ALIKE = 5.0
+"""Difference of two logarithms of likelihoods up to which errors do not tell one arithmetic from the other."""
+
 _MOST_FITTED_TEXTS = 4
 """Wrong texts that a sampler's parameters are fitted to together."""
 
@@ -86,6 +99,9 @@ _LEAST_BY_CHANCE, _MOST_BY_CHANCE = 1 / 3, 3.0
 
 _DEVIATIONS = 3.0
 """Standard deviations that a mean by chance does not reach, as a rule: what exceeds them has no such name."""
+
+_MOST_ALIKE = 0.8
+"""Mean of errors over their size, from which on nearly the same was added to every log probability: not by rounding."""
 
 _FAR_OUTSIDE = 4.0
 """Ratio of the screen from which on a text is wrong that could not be judged in float64 for the number of those."""
@@ -99,15 +115,46 @@ class TextOptions:
     ----------
     sampling : Sampling or None
         How tokens were drawn, of all texts that do not say it themselves; None where nothing is said.
-    processed : bool
-        Log probabilities were taken after the sampler's processing, as `sampling` says.
+    processed : bool or None
+        Log probabilities were taken after the sampler's processing, as `sampling` says; None: as the engine takes them
+        by default, and the model's own where no engine is stated.
     kv_dtype : str
-        Dtype in which the engine keeps keys and values, such as `float16`; empty for the model's own.
+        Dtype in which the engine keeps keys and values, such as `float16`; empty for the engine's default, and the
+        model's own where no engine is stated.
+    engine : str
+        Engine that wrote them, such as `llama.cpp`: its arithmetic by default is what rounding is taken from.
     """
 
     sampling: Sampling | None = None
-    processed: bool = False
+    processed: bool | None = None
     kv_dtype: str = ""
+    engine: str = ""
+
+    def __post_init__(self) -> None:
+        """Refuse an engine that is not known."""
+        if self.engine and self.engine not in ENGINES:
+            raise InputError(
+                "this engine's arithmetic is not known",
+                got=self.engine,
+                wanted=", ".join(ENGINES),
+                hint=did_you_mean(self.engine, tuple(ENGINES)),
+            )
+
+
+def _stated_arithmetic(options: TextOptions, dtype: str) -> EngineArithmetic:
+    """Return how the writer computes with a model in a dtype, as far as it is stated."""
+    arithmetic = of_engine(options.engine, dtype)
+    return replace(arithmetic, kv_dtype=options.kv_dtype) if options.kv_dtype else arithmetic
+
+
+def _sampling_of_logprobs(options: TextOptions, sampling: Sampling | None) -> Sampling | None:
+    """Return the part of a sampler that log probabilities were taken after; None where they are the model's own."""
+    if sampling is None or options.processed:
+        return sampling
+    if options.processed is False or not options.engine:
+        return None
+    settings = ENGINES[options.engine].processed_by
+    return Sampling(**{name: getattr(sampling, name) for name in settings}) if settings else None
 
 
 def check_text(
@@ -247,7 +294,8 @@ def _checked(run: _Run, texts: Sequence[Text], where: str) -> TextReport:
     ]
     try:
         with model_code(run.model):
-            judging = _Judging(run=run, texts=texts, tokens=tokens_of_texts)
+            arithmetic = _stated_arithmetic(run.options, _dtype_of(run.model))
+            judging = _Judging(run=run, texts=texts, tokens=tokens_of_texts, arithmetic=arithmetic)
             judging.judge()
             return judging.report()
     except Skip as why:
@@ -268,6 +316,10 @@ class _Judging:
         Texts that were computed in the dtype, by the adapter that wrote them where that is told.
     writers : dict
         Names of the adapters that wrote texts, where several were given and one is told.
+    arithmetic : EngineArithmetic
+        How the writer computes, as it is stated or was found.
+    is_found : bool
+        That it computes so was found here, and is not looked for again.
     """
 
     run: _Run
@@ -277,6 +329,8 @@ class _Judging:
     exact: dict[int, JudgedText] = field(default_factory=dict)
     plain: dict[int, PlainText] = field(default_factory=dict)
     writers: dict[int, str] = field(default_factory=dict)
+    arithmetic: EngineArithmetic = OWN
+    is_found: bool = False
     screen: Screen = field(init=False)
 
     def judge(self) -> None:
@@ -293,6 +347,8 @@ class _Judging:
         rest = [number for number in range(count) if number not in self.exact]
         # the figures of all log probabilities are of passes in the dtype
         for number in range(count) if has_logprobs or self.run.others else rest:
+            if number in self.plain:
+                continue
             self.step(number, "in the dtype")
             self.plain[number] = plain_text(self.run.model, self.tokens[number])
         self._find_writers()
@@ -313,13 +369,10 @@ class _Judging:
         return None if is_greedy else sampling
 
     def _judge_exactly(self, number: int) -> None:
-        judged = self._in_arithmetic(number, EngineArithmetic(kv_dtype=self.run.options.kv_dtype))
+        step = functools.partial(self.step, number)
+        judged = JudgedText.of(self.run.model, self.tokens[number], self.run.tokenizer, step, self.arithmetic)
         self.exact[number] = judged
         self.tokens[number] = judged.tokens
-
-    def _in_arithmetic(self, number: int, arithmetic: EngineArithmetic) -> JudgedText:
-        step = functools.partial(self.step, number)
-        return JudgedText.of(self.run.model, self.tokens[number], self.run.tokenizer, step, arithmetic)
 
     def _find_writers(self) -> None:
         """Tell which adapter wrote each text, where several were given; its pass stands for the text from then on."""
@@ -452,11 +505,13 @@ class _Judging:
 
     def _processings(self, numbers: Sequence[int]) -> Iterator[Processing]:
         """Yield ways in which log probabilities of wrong texts may have been taken, the one that is stated first."""
+        options = self.run.options
         stated = {self.sampling(number) for number in numbers}
         sampling = stated.pop() if len(stated) == 1 else None
-        if sampling is not None and str(sampling):
-            yield Processing(sampling=sampling)
-            yield Processing(sampling=sampling, is_end_masked=True)
+        for after in dict.fromkeys([_sampling_of_logprobs(options, sampling), sampling]):
+            if after is not None and str(after):
+                yield Processing(sampling=after)
+                yield Processing(sampling=after, is_end_masked=True)
         yield from self._fitted_processings(numbers[:_MOST_FITTED_TEXTS])
 
     def _fitted_processings(self, numbers: Sequence[int]) -> list[Processing]:
@@ -496,7 +551,7 @@ class _Judging:
                 continue
             verdict: Verdict = "sampled" if result.verdict == "undecided" else result.verdict
             result = msgspec.structs.replace(result, logprobs_of=processing.name, verdict=verdict, reason="")
-            is_stated = self.run.options.processed and self.sampling(number) == processing.sampling
+            is_stated = _sampling_of_logprobs(self.run.options, self.sampling(number)) == processing.sampling
             if is_stated and not processing.is_end_masked:
                 result = msgspec.structs.replace(result, logprobs=ratios[number], worst_logprob=None)
                 self.plain.pop(number, None)  # its differences from the model's own are none of rounding
@@ -512,11 +567,12 @@ class _Judging:
         with_logprobs = [of_text for of_text in differences if of_text is not None]
         sample = [self.exact[number] for number in self.sample]
         digits = max(tokens.logprob_rounding for tokens in self.tokens)
+        rounding = digits + log_softmax_error(sample[0].exact.vocabulary)
         of_trainer = [self.plain[number].trainer_differences for number in distinct]
         report = msgspec.structs.replace(
             report,
-            summary=summarize(with_logprobs, sample, digits),
-            trainer=summarize([of_text for of_text in of_trainer if of_text is not None], sample, digits),
+            summary=summarize(with_logprobs, sample, rounding),
+            trainer=summarize([of_text for of_text in of_trainer if of_text is not None], sample, rounding),
         )
         if report.summary is None or not report.summary.is_beyond:
             return report
@@ -595,47 +651,101 @@ class _Judging:
         causes = causes_of(self._asked(wrong))
         if causes is not None:
             return _as_explained(report, causes, wrong, min(len(wrong), _MOST_EXPLAINED))
-        by_cache = self._explained_by_cache(report, wrong)
-        if by_cache is not None:
-            return by_cache
+        by_arithmetic = self._explained_by_arithmetic(report, wrong)
+        if by_arithmetic is not None:
+            return by_arithmetic
         return msgspec.structs.replace(report, leaning=self._leaning())
 
-    def _explained_by_cache(self, report: TextReport, wrong: Sequence[int]) -> TextReport | None:
-        """Return the report where keys and values in a narrower dtype explain all wrong texts; None where none does.
+    def _explained_by_arithmetic(self, report: TextReport, wrong: Sequence[int]) -> TextReport | None:
+        """Return the report where another arithmetic of the writer explains the wrong texts; None where none does.
 
-        Of texts with log probabilities alone, whose errors are then those of chance: of its size, and of both signs. A
-        dtype whose rounding is so large that the base alone would be explained too tells nothing.
+        One that engines have by default is no fault where no engine is stated: all texts are judged again by it. Any
+        other one is named as the cause.
         """
-        if len(wrong) > _MOST_EXPLAINED or self.run.options.kv_dtype or any(self.exact[n].decides for n in wrong):
+        if self.is_found or self.run.options.kv_dtype or any(self.exact[number].decides for number in wrong):
             return None
-        if any(self.tokens[number].judged_logprobs is None for number in wrong):
+        arithmetic = self._fitting_arithmetic(wrong)
+        if arithmetic is None:
             return None
-        own_roundoff = UNIT_ROUNDOFF[_dtype_of(self.run.model)]
-        for dtype in KV_DTYPES:
-            if dtype in UNIT_ROUNDOFF and UNIT_ROUNDOFF[dtype] <= own_roundoff:
-                continue  # no narrower than the model's own
-            judged = {number: self._in_arithmetic(number, EngineArithmetic(kv_dtype=dtype)) for number in wrong}
-            if not all(map(_is_right, judged.values())) or not _are_by_chance(list(judged.values())):
+        if not self.run.options.engine and engines_with(arithmetic, _dtype_of(self.run.model)):
+            return self._report_in(arithmetic)
+        cause, about = TextCause.CACHE, arithmetic.kv_dtype
+        if arithmetic.computes_in:
+            cause, about = TextCause.COMPUTED_IN, arithmetic.computes_in
+        drawn = any(not self.exact[number].in_arithmetic(arithmetic).is_greedy for number in self._tried_on(wrong))
+        extent = Extent.LOGPROBS if drawn else Extent.TOKENS
+        return _as_explained(report, Causes(about={cause: about}, extent=extent), wrong, len(self._tried_on(wrong)))
+
+    def _report_in(self, arithmetic: EngineArithmetic) -> TextReport | None:
+        """Return the report of all texts as judged by an arithmetic; None where they lean to a mistake nonetheless."""
+        judging = _Judging(
+            run=self.run,
+            texts=self.texts,
+            tokens=list(self.tokens),
+            plain={number: plain for number, plain in self.plain.items() if number not in self.writers},
+            arithmetic=arithmetic,
+            is_found=True,
+        )
+        judging.judge()
+        report = judging.report()
+        if report.leaning:
+            return None
+        return msgspec.structs.replace(report, cache=arithmetic.kv_dtype, computed_in=arithmetic.computes_in)
+
+    def _fitting_arithmetic(self, wrong: Sequence[int]) -> EngineArithmetic | None:
+        """Return the arithmetic that fits wrong texts best, of those that explain all that they are tried on.
+
+        An arithmetic whose rounding is so large that the base alone would be explained too tells nothing. Without log
+        probabilities no errors are seen whose size would tell one from another, so only those that engines have by
+        default are tried.
+        """
+        dtype = _dtype_of(self.run.model)
+        numbers = self._tried_on(wrong)
+        likelihoods: dict[EngineArithmetic, float] = {}
+        has_logprobs = all(self.tokens[number].judged_logprobs is not None for number in numbers)
+        for arithmetic in others_than(dtype):
+            if not has_logprobs and not engines_with(arithmetic, dtype):
                 continue
-            if self.run.has_adapter and all(_is_explained_without(text) for text in judged.values()):
-                return None
-            if dtype in OF_DEFAULT:
-                self.exact.update(judged)
-                results = list(report.texts)
-                for number in wrong:
-                    results[number] = self._result(number)
-                # two healthy passes differ by that rounding too
-                return self._with_summary(msgspec.structs.replace(report, texts=tuple(results), cache=dtype))
-            extent = Extent.LOGPROBS if any(not text.is_greedy for text in judged.values()) else Extent.TOKENS
-            return _as_explained(report, Causes(about={TextCause.CACHE: dtype}, extent=extent), wrong, len(wrong))
-        return None
+            judged = list(self._explained_in(arithmetic, numbers))
+            if len(judged) < len(numbers) or (has_logprobs and not _are_by_chance(judged)):
+                continue
+            if self.run.has_adapter and all(_is_explained_without(text) for text in judged):
+                continue
+            if not has_logprobs:
+                return arithmetic
+            likelihoods[arithmetic] = _log_likelihood(judged)
+        if not likelihoods:
+            return None
+        best = max(likelihoods, key=lambda arithmetic: likelihoods[arithmetic])
+        for arithmetic, likelihood in likelihoods.items():
+            # what an engine does by default is the likelier explanation where the errors cannot tell
+            if engines_with(arithmetic, dtype) and likelihood > likelihoods[best] - _ALIKE:
+                return arithmetic
+        return best
+
+    def _explained_in(self, arithmetic: EngineArithmetic, numbers: Sequence[int]) -> Iterator[JudgedText]:
+        """Yield texts as judged by an arithmetic, up to the first that it does not explain."""
+        for number in numbers:
+            judged = self.exact[number].in_arithmetic(arithmetic)
+            if not _is_right(judged):
+                return
+            yield judged
+
+    def _tried_on(self, wrong: Sequence[int]) -> list[int]:
+        """Return the wrong texts that arithmetics are tried on: some with log probabilities, where any have them."""
+        with_logprobs = [number for number in wrong if self.tokens[number].judged_logprobs is not None]
+        by_length = sorted(with_logprobs or wrong, key=lambda number: self._length(number))
+        return by_length[:_MOST_IN_ARITHMETICS]
+
+    def _length(self, number: int) -> int:
+        return len(self.tokens[number].ids) + len(self.tokens[number].prompt)
 
     def _is_to_explain(self, number: int, result: TextResult) -> bool:
         return result.is_unexplained and number in self.exact
 
     def _asked(self, numbers: Sequence[int]) -> list[AskedText]:
         # short texts first, as each cause takes a pass over one
-        by_length = sorted(numbers, key=lambda number: len(self.tokens[number].ids) + len(self.tokens[number].prompt))
+        by_length = sorted(numbers, key=lambda number: self._length(number))
         run = self.run
         return [
             AskedText(text=self.texts[number], judged=self.exact[number], tokenizer=run.tokenizer, others=run.others)
@@ -765,19 +875,32 @@ def _as_explained(report: TextReport, causes: Causes, numbers: Sequence[int], tr
 
 def _are_by_chance(texts: Sequence[JudgedText]) -> bool:
     """Report whether errors of log probabilities have the size of the passes' noise, and both signs alike."""
-    in_deviations = []
-    for text in texts:
-        wanted = text.tokens.judged_logprobs
-        assert wanted is not None
-        deviations = (text.noisy_logprobs - text.exact.logprobs).square().mean(0).sqrt()
-        # of three passes one deviation may be small by chance: no token is taken for surer than the median
-        errors = (wanted - text.exact.logprobs) / deviations.maximum(deviations.median()).clamp_min(1e-12)
-        in_deviations.append(errors[wanted.isfinite()])
-    errors = torch.cat(in_deviations)
+    errors = torch.cat([error / deviation for error, deviation in map(_errors_and_deviations, texts)])
     size = float(errors.square().mean().sqrt())
     sum_in_deviations = abs(float(errors.sum())) / math.sqrt(len(errors))
     has_its_size = _LEAST_BY_CHANCE <= size <= _MOST_BY_CHANCE
-    return has_its_size and sum_in_deviations <= _DEVIATIONS * max(size, 1.0)
+    # errors of one cache lean to one side, as tokens share it, but are never the same at every token
+    is_constant = abs(float(errors.mean())) > _MOST_ALIKE * size
+    return has_its_size and not is_constant and sum_in_deviations <= _DEVIATIONS * max(size, 1.0)
+
+
+def _log_likelihood(texts: Sequence[JudgedText]) -> float:
+    """Return the logarithm of the density of the errors, if they are normal with the deviations of the noise."""
+    likelihood = 0.0
+    for error, deviation in map(_errors_and_deviations, texts):
+        likelihood -= float((deviation.log() + (error / deviation).square() / 2).sum())
+    return likelihood
+
+
+def _errors_and_deviations(text: JudgedText) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the error of each log probability that is given, and the standard deviation of the noise there."""
+    wanted = text.tokens.judged_logprobs
+    assert wanted is not None
+    deviations = (text.noisy_logprobs - text.exact.logprobs).square().mean(0).sqrt()
+    # of three passes one deviation may be small by chance: no token is taken for surer than the median
+    deviations = deviations.maximum(deviations.median()).clamp_min(1e-12)
+    is_given = wanted.isfinite()
+    return (wanted - text.exact.logprobs)[is_given], deviations[is_given]
 
 
 def _is_right(text: JudgedText) -> bool:

@@ -14,7 +14,7 @@ import torch
 from consistency.case.budget.costs import LEAST_PASSES, MOST_PASSES
 from consistency.devices.products import Products
 from consistency.errors import InputError
-from consistency.extras.serving.check_text.arithmetic import OWN, EngineArithmetic
+from consistency.extras.serving.check_text.arithmetic import OWN, EngineArithmetic, log_softmax_error
 from consistency.extras.serving.check_text.processing import Logits, Processing
 from consistency.extras.serving.check_text.report import LogprobGap, TokenGap
 from consistency.extras.serving.check_text.texts import Tokens, other_tokens
@@ -56,6 +56,8 @@ class TokenFigures:
         that size: the root of :math:`(1 - p)^2 + \sum q^2`, with p the token's probability and q the others'.
     past_end : int
         Tokens in whose place the model would have ended the text.
+    vocabulary : int
+        Number of tokens that each probability is one of.
     """
 
     gaps: torch.Tensor
@@ -64,6 +66,7 @@ class TokenFigures:
     largest: torch.Tensor
     weights: torch.Tensor
     past_end: int
+    vocabulary: int
 
     @classmethod
     def of(cls, logits: Logits, chosen: torch.Tensor, ends: tuple[int, ...]) -> TokenFigures:
@@ -84,6 +87,7 @@ class TokenFigures:
             largest=largest,
             weights=weights,
             past_end=past_end,
+            vocabulary=logits.own.shape[-1],
         )
 
 
@@ -147,33 +151,30 @@ class JudgedText:
         passes = Passes(model=model, inputs=inputs, watch=lambda: note, step=step)
         logits = logits_of(passes.of("right", nullcontext), tokens, ends)
         exact = TokenFigures.of(logits, chosen, ends)
-        # the gap of the largest token is to the second one, or its spread would be none
-        second = logits.without_ends.topk(2, -1).indices[:, 1]
-        compared = torch.where(chosen == exact.largest, second, chosen)
-
-        def figures(logits: Logits) -> torch.Tensor:
-            """Return gap and log probability of each token, `(tokens, 2)`."""
-            gaps = _at(logits.own, exact.largest) - _at(logits.own, compared)
-            return torch.stack([gaps, _at(logits.own.log_softmax(-1), chosen)], 1)
-
-        right = figures(logits)
+        compared = _Compared.of(logits, exact, chosen)
+        right = compared.figures(logits)
         del logits  # of `(tokens, vocabulary)` in float64, which the passes with noise need room for
         decides = any(name not in CONTINUOUS for name in decisions)
-        count = MOST_PASSES if decides else LEAST_PASSES
-        noisy = _noisy_figures(model, tokens, inputs, figures, count, step, arithmetic)
-        gap_spread, logprob_spread = (_spread([each[:, [n]] for each in noisy], right[:, [n]]) for n in range(2))
         # a mistake may have a router choose otherwise, so passes with one decide by themselves
         free = Passes(model=model, inputs=inputs, watch=lambda: None, step=step)
-        return cls(
-            tokens=tokens,
-            passes=free,
-            exact=exact,
-            gap_spread=gap_spread,
-            logprob_spread=logprob_spread,
-            noisy_logprobs=torch.stack([each[:, 1] for each in noisy]),
-            decides=decides,
-            arithmetic=arithmetic,
+        unjudged = _Unjudged(tokens=tokens, passes=free, exact=exact, compared=compared, right=right, decides=decides)
+        return unjudged.judged_in(arithmetic)
+
+    def in_arithmetic(self, arithmetic: EngineArithmetic) -> JudgedText:
+        """Return the same text as judged by the rounding of another arithmetic."""
+        logits = self.logits()
+        compared = _Compared.of(logits, self.exact, self.chosen)
+        right = compared.figures(logits)
+        del logits
+        unjudged = _Unjudged(
+            tokens=self.tokens,
+            passes=self.passes,
+            exact=self.exact,
+            compared=compared,
+            right=right,
+            decides=self.decides,
         )
+        return unjudged.judged_in(arithmetic)
 
     @property
     def places(self) -> list[int]:
@@ -196,8 +197,20 @@ class JudgedText:
         return self._allowed_of(self.exact.logprobs)
 
     def _allowed_of(self, logprobs: torch.Tensor) -> torch.Tensor:
-        by_passes = self.logprob_spread.allowed(logprobs[:, None], torch.float32)[:, 0]
-        return by_passes + self.tokens.logprob_rounding
+        return self._allowed_by_passes(logprobs) + self.rounding_of_all
+
+    def _allowed_by_passes(self, logprobs: torch.Tensor) -> torch.Tensor:
+        return self.logprob_spread.allowed(logprobs[:, None], torch.float32)[:, 0]
+
+    @property
+    def allowed_of_logits(self) -> torch.Tensor:
+        """Largest error of a log probability that comes from rounding in its logits, `(tokens,)`."""
+        return self._allowed_by_passes(self.exact.logprobs)
+
+    @property
+    def rounding_of_all(self) -> float:
+        """Largest error of each log probability alike: of its digits in the file, and of the sum of a softmax."""
+        return self.tokens.logprob_rounding + log_softmax_error(self.exact.vocabulary)
 
     @property
     def first_impossible(self) -> int | None:
@@ -300,8 +313,68 @@ class JudgedText:
         noisy = _noisy_figures(
             self.passes.model, self.tokens, self.passes.inputs, read, len(self.noisy_logprobs), step, self.arithmetic
         )
-        allowed = _spread(noisy, exact).allowed(exact, torch.float32)[:, 0] + self.tokens.logprob_rounding
+        allowed = _spread(noisy, exact).allowed(exact, torch.float32)[:, 0] + self.rounding_of_all
         return float(_ratios(wanted, exact[:, 0], allowed).max())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Compared:
+    """The two tokens whose logits make the gap in each place: the largest one, and the one that was written.
+
+    Where these are one, the gap is to the second largest, or its spread would be none.
+    """
+
+    chosen: torch.Tensor
+    largest: torch.Tensor
+    other: torch.Tensor
+
+    @classmethod
+    def of(cls, logits: Logits, exact: TokenFigures, chosen: torch.Tensor) -> _Compared:
+        """Return the tokens that exact logits compare."""
+        second = logits.without_ends.topk(2, -1).indices[:, 1]
+        return cls(chosen=chosen, largest=exact.largest, other=torch.where(chosen == exact.largest, second, chosen))
+
+    def figures(self, logits: Logits) -> torch.Tensor:
+        """Return gap and log probability of each token, `(tokens, 2)`."""
+        gaps = _at(logits.own, self.largest) - _at(logits.own, self.other)
+        return torch.stack([gaps, _at(logits.own.log_softmax(-1), self.chosen)], 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Unjudged:
+    """A text with its exact figures, of which it is not known yet what rounding may do to them.
+
+    Attributes
+    ----------
+    right : torch.Tensor
+        Exact gap and log probability of each token, `(tokens, 2)`.
+    """
+
+    tokens: Tokens
+    passes: Passes
+    exact: TokenFigures
+    compared: _Compared
+    right: torch.Tensor
+    decides: bool
+
+    def judged_in(self, arithmetic: EngineArithmetic) -> JudgedText:
+        """Return the text with what rounding may do in an arithmetic."""
+        passes = self.passes
+        count = MOST_PASSES if self.decides else LEAST_PASSES
+        noisy = _noisy_figures(
+            passes.model, self.tokens, passes.inputs, self.compared.figures, count, passes.step, arithmetic
+        )
+        gap_spread, logprob_spread = (_spread([each[:, [n]] for each in noisy], self.right[:, [n]]) for n in range(2))
+        return JudgedText(
+            tokens=self.tokens,
+            passes=passes,
+            exact=self.exact,
+            gap_spread=gap_spread,
+            logprob_spread=logprob_spread,
+            noisy_logprobs=torch.stack([each[:, 1] for each in noisy]),
+            decides=self.decides,
+            arithmetic=arithmetic,
+        )
 
 
 def _noisy_figures(
@@ -313,15 +386,18 @@ def _noisy_figures(
     step: Step,
     arithmetic: EngineArithmetic,
 ) -> list[torch.Tensor]:
-    """Return figures of passes with random rounding errors in the model's own dtype."""
+    """Return figures of passes with random rounding errors in the writer's arithmetic."""
     ends = end_ids(model)
     noisy = []
     for seed in range(count):
         step(f"with noise ({seed + 1} of {count})")
-        kernels = half_kernels.replacement(model, len(tokens.prompt) + len(tokens.ids))
-        in_arithmetic = arithmetic.with_noise(seed) or nullcontext()
-        with half_kernels.computing(kernels), with_noise(Products(), seed), in_arithmetic:
-            noisy.append(figures(logits_of(activations(model, inputs)[OUTPUT], tokens, ends)))
+        with arithmetic.of_parameters(model):
+            kernels = half_kernels.replacement(model, len(tokens.prompt) + len(tokens.ids))
+            # the cache inside the noise: it has to see keys and values before attention is computed otherwise
+            with half_kernels.computing(kernels), with_noise(Products(), seed), arithmetic.of_cache(seed):
+                logits = activations(model, inputs)[OUTPUT]
+                logits = activations(model, inputs)[OUTPUT]
+        noisy.append(figures(logits_of(logits, tokens, ends)))
     return noisy
 
 

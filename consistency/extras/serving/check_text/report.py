@@ -13,6 +13,7 @@ from consistency.capture.wording import counted
 from consistency.extras.serving.causes import Cause
 from consistency.extras.serving.check_text.summary import LogprobSummary
 from consistency.extras.serving.check_text.text_causes import TextCause
+from consistency.extras.serving.engines import ENGINES
 
 SCHEMA = "consistency.text/3"
 
@@ -203,8 +204,9 @@ class TextReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         What these texts cannot tell, with how many more tokens would.
     leaning : str
         A mistake that the log probabilities lean to, though each is within what rounding makes, and how far.
-    cache : str
-        Dtype of keys and values that explains texts which are further off than the model's own dtype makes them.
+    cache, computed_in : str
+        Dtype of keys and values, and dtype in which all was computed, that explain texts which are further off than the
+        model's own dtype makes them; empty for the model's own.
     surprise : float or None
         Of texts that came as sampled: by how many standard deviations their tokens are less likely than draws are.
     """
@@ -221,6 +223,7 @@ class TextReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     told: tuple[Told, ...] = ()
     leaning: str = ""
     cache: str = ""
+    computed_in: str = ""
     surprise: float | None = None
     schema: str = SCHEMA
 
@@ -310,6 +313,7 @@ class TextReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             if self.trainer is not None:
                 yield f"  the trainer's: {self.trainer.found.words()}"
         yield from self._lines_on_texts()
+        yield from self._lines_on_arithmetic()
         yield from self._lines_on_causes()
         for told in self.told:
             yield told.sentence()
@@ -389,6 +393,23 @@ class TextReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         if result.doubt and result.is_unexplained and result.doubt != result.reason:
             yield result.doubt
 
+    def _lines_on_arithmetic(self) -> Iterator[str]:
+        if self.cache:
+            option = f"--kv-dtype {self.cache}"
+            yield f"explained by keys and values in {self.cache}, as {self._engines('kv_dtypes', self.cache, option)}"
+        if self.computed_in:
+            option = f"--dtype {self.computed_in}"
+            yield (
+                f"explained by computing in {self.computed_in}, as "
+                f"{self._engines('computes_in', self.computed_in, option)}"
+            )
+
+    def _engines(self, fact: str, dtype: str, option: str) -> str:
+        """Return which engines do so by default, and the options that say it."""
+        names = [name for name, engine in ENGINES.items() if getattr(engine, fact).get(self.dtype) == dtype]
+        verb = "do" if len(names) > 1 else "does"
+        return f"{' and '.join(names)} {verb} by default: say it by --engine {names[0]}, or {option}"
+
     def _lines_on_causes(self) -> Iterator[str]:
         causes = _explanations(self.causes or self.logprob_causes)
         if causes:
@@ -403,11 +424,6 @@ class TextReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
                 yield f"the log probabilities were computed {phrases}{tried}"
             yield f"next: {causes[0].todo}"
             return
-        if self.cache:
-            yield (
-                f"explained by keys and values in {self.cache}, as some engines keep them by default: say it by "
-                f"--kv-dtype {self.cache}"
-            )
         if self.leaning:
             yield self.leaning
         if any(result.logprobs_of for result in self.texts) or (self.summary is not None and self.summary.way):
@@ -431,7 +447,7 @@ _RAW = (
 )
 _UNEXPLAINED = (
     "if earlier checkpoints may have written these texts, name them by --adapter NAME=PATH, several; if the writer "
-    "computes in another dtype, or keeps keys and values in another one, say so by --dtype and --kv-dtype"
+    "computes in another dtype, or keeps keys and values in another one, say so by --dtype, --kv-dtype and --engine"
 )
 
 

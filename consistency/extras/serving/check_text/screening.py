@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from consistency.extras.serving.check_text.arithmetic import log_softmax_error
 from consistency.extras.serving.check_text.judged_text import (
     JudgedText,
     TokenFigures,
@@ -116,7 +117,7 @@ class Screen:
             errors = judged.noisy_logprobs - judged.exact.logprobs
             squares += float(errors.square().mean(0).sum())
             weights += float(judged.exact.weights.square().sum())
-            sizes = judged.allowed_logprobs / judged.exact.weights.clamp_min(_LEAST_WEIGHT)
+            sizes = judged.allowed_of_logits / judged.exact.weights.clamp_min(_LEAST_WEIGHT)
             logprobs += sizes[judged.exact.weights > _LEAST_WEIGHT].tolist()
             gaps += judged.allowed_gaps.tolist()
         return cls(
@@ -137,7 +138,8 @@ class Screen:
         return self._ratios_of_differences(differences, plain)
 
     def _ratios_of_differences(self, differences: torch.Tensor, plain: PlainText) -> torch.Tensor:
-        allowed = 2 * self.logprob * plain.figures.weights + plain.tokens.logprob_rounding + _TINY
+        of_all = plain.tokens.logprob_rounding + log_softmax_error(plain.figures.vocabulary)
+        allowed = 2 * self.logprob * plain.figures.weights + of_all
         return differences.abs().nan_to_num(0.0, torch.inf, torch.inf) / allowed
 
     def trainer_ratio(self, plain: PlainText) -> float | None:

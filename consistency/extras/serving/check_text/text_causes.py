@@ -64,6 +64,12 @@ class TextCause(Explanation):
         "if the engine is meant to keep its cache so, say it by --kv-dtype; else look at its option (vLLM: "
         "kv_cache_dtype, llama.cpp: --cache-type-k and --cache-type-v)",
     )
+    COMPUTED_IN = (
+        "computed-in-another-dtype",
+        "as if all were computed in {}",
+        "say by --dtype in which dtype the engine computes, or by --engine which one it is; else look at its option "
+        "(vLLM: dtype, OpenVINO: INFERENCE_PRECISION_HINT)",
+    )
     ROTARY = (
         "other-rotary-positions",
         "with {}",

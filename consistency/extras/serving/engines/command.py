@@ -10,7 +10,7 @@ from consistency.case.options import OPTIONS, Edge, add_options
 from consistency.cli.output import print_json
 from consistency.cli.parser import BAD_USE, Once
 from consistency.errors import CaptureError
-from consistency.extras.serving.engines import ENGINES
+from consistency.extras.serving.engines import compilers
 
 _WRITTEN = {0: "written", **BAD_USE}
 
@@ -66,7 +66,7 @@ ENGINE_EXAMPLES = (
 def _add_engine(command: Callable[..., argparse.ArgumentParser]) -> None:
     text = "run a case in ONNX Runtime or torch.compile, for --engine-outputs"
     parser = command("engine", _engine, text, ENGINE_EXAMPLES, statuses=_WRITTEN)
-    parser.add_argument("engine", choices=tuple(ENGINES), help="the engine")
+    parser.add_argument("engine", choices=tuple(compilers()), help="the engine")
     parser.add_argument("inputs", type=Path, metavar="INPUTS", help="file that `consistency inputs` wrote")
     parser.add_argument("outputs", type=Path, metavar="OUTPUTS", help="file to write")
     parser.add_argument("--device", default="cpu", help="device that the engine runs on (default: cpu)")

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from consistency.errors import InputError, did_you_mean
-from consistency.extras.serving.engines import ENGINES
+from consistency.extras.serving.engines import compilers
 
 Compiled = Callable[[dict[str, torch.Tensor]], torch.Tensor]
 """Takes the inputs on the CPU, any number of rows of them, and returns the logits on the CPU."""
@@ -54,11 +54,12 @@ def make_engine(name: str, device: str) -> Engine:
     InputError
         There is no engine of that name, or a library that it needs is not installed.
     """
-    if name not in ENGINES:
+    classes = compilers()
+    if name not in classes:
         raise InputError(
             f"no inference engine is known as {name!r}",
-            wanted="one of " + ", ".join(ENGINES),
-            hint=did_you_mean(name, list(ENGINES)),
+            wanted="one of " + ", ".join(classes),
+            hint=did_you_mean(name, list(classes)),
         )
-    engine: Engine = pkgutil.resolve_name(ENGINES[name])(device)
+    engine: Engine = pkgutil.resolve_name(classes[name])(device)
     return engine

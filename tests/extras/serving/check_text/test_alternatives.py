@@ -20,6 +20,7 @@ from consistency.extras.serving.check_text.judge_texts import TextOptions, check
 from consistency.extras.serving.check_text.text_causes import TextCause
 from consistency.extras.serving.check_text.texts import Text
 from tests.extras.serving.check_text.made_texts import LORA, PROMPTS, loaded, texts_of
+from tests.extras.serving.check_text.rounded_cache import KeptIn
 from tests.worker.model.made_models import a_llama, adapter_on, case_of, on_llama, saved
 
 pytestmark = [pytest.mark.filterwarnings("ignore")]
@@ -172,21 +173,6 @@ def test_which_adapter_wrote_each_text(two_steps: Case, *, drawn: bool) -> None:
     assert check_text(alone, texts).exit_status == 1, "the second adapter is not known"
 
 
-class _HalfCache(torch.overrides.TorchFunctionMode):
-    """Keep keys and values in another dtype."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self._dtype = dtype
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        del types
-        if func is torch.nn.functional.scaled_dot_product_attention:
-            query, *keys_and_values = args
-            args = (query, *(each.to(self._dtype).to(each.dtype) for each in keys_and_values))
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize(
     ("dtype", "status"),
     [(torch.float16, 0), pytest.param(torch.float8_e4m3fn, 1, marks=pytest.mark.slow)],
@@ -194,7 +180,7 @@ class _HalfCache(torch.overrides.TorchFunctionMode):
 def test_keys_and_values_in_another_dtype(llama: Path, dtype: torch.dtype, status: int) -> None:
     case = case_of(llama, on_llama(llama, LORA))
     name = str(dtype).removeprefix("torch.")
-    texts = texts_of(loaded(case), PROMPTS[:3], change=lambda _: _HalfCache(dtype), drawn=True)
+    texts = texts_of(loaded(case), PROMPTS[:3], change=lambda _: KeptIn(dtype), drawn=True)
     report = check_text(case, texts)
     assert report.exit_status == status
     lines = "\n".join(report.lines())
