@@ -44,6 +44,12 @@ ADAPTER_ON, ADAPTER_OFF, ADAPTER_MERGED = "adapter_on", "adapter_off", "adapter_
 END_TO_END = "end_to_end"
 """Suffix of an output in the stage `forward` which the device computed on its own activations: shown, not judged."""
 
+LONG = "long"
+"""Suffix of a mode in the stage `forward` for the rows of a long text."""
+
+LONG_TOKENS, WRONG_TOKENS = "tokens_of_the_text", "wrong_tokens"
+"""Keys in the evidence of such a row: the tokens of the text, and those of the compared tokens whose rows are wrong."""
+
 OVERFLOWS = "NaN or infinite too"
 """Text in the reason of a block whose passes on the CPU overflow: it has no error to compare with."""
 
