@@ -134,6 +134,26 @@ def _matmul(rows: int, terms: int, columns: int, *, positive: bool = False, **op
     )
 
 
+def attention(batch: int, heads: int, queries: int, width: int, *, keys: int | None = None, **options: Any) -> Operation:
+    """Return causal attention, or with `keys` that of queries which see them all, as a decoding step does.
+
+    Values are of one sign: there a bound is small compared with the result, however many keys there are.
+    """
+    own = (batch, heads, queries, width)
+    others = own if keys is None else (batch, heads, keys, width)
+
+    def draw(generator: np.random.Generator) -> Arrays:
+        values = generator.uniform(0.25, 1, others)
+        return generator.standard_normal(own), generator.standard_normal(others), values
+
+    def compute(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return nn.scaled_dot_product_attention(q, k, v, is_causal=keys is None)
+
+    exact = exact_forms.attention if keys is None else exact_forms.attention_to_all
+    size = "x".join(map(str, own)) + (" causal" if keys is None else f" with {keys} keys")
+    return Operation("attention", size, draw, compute, exact, multiplies=True, **options)
+
+
 def _elementwise(
     name: str,
     compute: Callable[..., torch.Tensor],
@@ -253,6 +273,8 @@ _OPERATIONS: tuple[Operation, ...] = (
         "attention", "2x4x24x64 causal", _normal(*[(2, 4, 24, 64)] * 3),
         functools.partial(nn.scaled_dot_product_attention, is_causal=True), exact_forms.attention, multiplies=True,
     ),
+    attention(1, 4, 1, 64, keys=515),
+    attention(9, 2, 7, 128),
     Operation("rotary", "2x32x32", _draw_rotary, _rotary, exact_forms.rotate),
     Operation(
         "adamw", "1024", _draw_adamw, _adamw, functools.partial(adamw.exact_step, steps=_STEPS), dtypes=FLOAT32
