@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from consistency.capture.names import LONG, LONG_TOKENS, WRONG_TOKENS
+from consistency.capture.names import LONG_TOKENS, WRONG_TOKENS
 from consistency.capture.records import TensorRecord
 from consistency.case import standard
 from consistency.devices.backends import CPU
@@ -37,6 +37,7 @@ from consistency.worker.judging.block_rule import (
     rows_of,
     spread_of,
 )
+from consistency.worker.judging.long_text import LongText, long_mode
 from consistency.worker.model import half_kernels
 from consistency.worker.model.block_pass import (
     BlockBegan,
@@ -49,44 +50,12 @@ from consistency.worker.model.block_pass import (
 )
 from consistency.worker.model.float64_reference import Reference
 from consistency.worker.model.id_checks import ask
-from consistency.worker.model.inputs import long_input
-from consistency.worker.model.running import Activations, base_of, model_code
-from consistency.worker.model.sampled_rows import (
-    SampledPass,
-    chosen_blocks,
-    pick,
-    rows_to_judge,
-    run_all_rows,
-    token_dimension,
-    windows_of,
-)
+from consistency.worker.model.running import base_of, model_code
+from consistency.worker.model.sampled_rows import SampledPass, pick, run_all_rows, token_dimension
 from consistency.worker.quantized.exact import exact_layers
 from consistency.worker.recorder import Skip
 
 Tensors = dict[str, torch.Tensor]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LongText:
-    """A long text, the blocks that compute it, and the tokens whose rows are compared.
-
-    Attributes
-    ----------
-    inputs : dict of str to torch.Tensor
-        Ids and mask of one sequence, on the CPU.
-    rows : torch.Tensor
-        `(sampled,)`: the tokens whose rows are compared, ascending.
-    blocks : list of str
-        Names of the blocks that stand for all.
-    """
-
-    inputs: Activations
-    rows: torch.Tensor
-    blocks: list[str]
-
-    @property
-    def tokens(self) -> int:
-        return self.inputs["input_ids"].shape[1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,26 +77,6 @@ class LongReference:
     drawn: dict[str, list[Tensors]]
 
 
-def long_mode(mode: str) -> str:
-    """Return the name of the long text in a mode, as rows and the reference have it."""
-    return f"{mode}.{LONG}"
-
-
-def long_text(context: Context) -> tuple[LongText | None, str]:
-    """Return the long text of a case; None and why there is none. Without a reason none is asked for."""
-    model = context.model
-    inputs, reason = long_input(context.job.case, context.base.model)
-    if inputs is None:
-        return None, reason
-    if any(config.is_prompt_learning for config in getattr(model, "peft_config", {}).values()):
-        return None, "the adapter puts tokens or keys of its own before the text"
-    blocks = chosen_blocks(model)
-    if not blocks:
-        return None, "the model has no list of blocks"
-    tokens = inputs["input_ids"].shape[1]
-    return LongText(inputs=inputs, rows=rows_to_judge(tokens, windows_of(model)), blocks=blocks), ""
-
-
 def make_long_reference(context: Context, model: torch.nn.Module, text: LongText) -> LongReference:
     """Compute the long text on the CPU: once in the tested dtype, then its sampled rows in float64 and with noise.
 
@@ -138,8 +87,7 @@ def make_long_reference(context: Context, model: torch.nn.Module, text: LongText
     """
     with model_code(model):
         given, last = _give(model, text)
-        sampled = SampledPass(tokens=text.tokens, rows=text.rows, last=last)
-        exact = _compute_exact(model, text, sampled, given)
+        sampled, exact = _sampled_exact(model, text, given, last)
 
         def compute(_: str) -> Tensors:
             results: Tensors = {}
@@ -180,6 +128,19 @@ def _give(model: torch.nn.Module, text: LongText) -> tuple[Tensors, str]:
         raise Skip("what its blocks hand on is NaN on the CPU: there is nothing to compare with")
     has_head = ask(base_of(model), "get_output_embeddings") is not None
     return given, last if has_head else ""
+
+
+def _sampled_exact(model: torch.nn.Module, text: LongText, given: Tensors, last: str) -> tuple[SampledPass, Tensors]:
+    """Return the pass over the sampled rows that suits the model's code, and its float64 results."""
+    sampled = SampledPass(tokens=text.tokens, rows=text.rows, last=last)
+    try:
+        return sampled, _compute_exact(model, text, sampled, given)
+    except RuntimeError:
+        if not last:
+            raise
+    # code behind the blocks that counts on a row for each token, as GPT-2's does
+    sampled = SampledPass(tokens=text.tokens, rows=text.rows)
+    return sampled, _compute_exact(model, text, sampled, given)
 
 
 def _compute_exact(model: torch.nn.Module, text: LongText, sampled: SampledPass, given: Tensors) -> Tensors:

@@ -43,12 +43,7 @@ from consistency.numerics.file_tensor import mapped
 from consistency.numerics.rounded_products import RoundedProducts
 from consistency.numerics.rules import Rule
 from consistency.stages.forward import passes as titles
-from consistency.stages.forward.long_text import (
-    judge_long_text,
-    long_mode,
-    long_text,
-    make_long_reference,
-)
+from consistency.stages.forward.long_text import judge_long_text, make_long_reference
 from consistency.stages.forward.merge_effect import record_merge_effect
 from consistency.worker import cpu_error
 from consistency.worker.attention_kernels import AttentionKernels
@@ -69,6 +64,7 @@ from consistency.worker.judging.block_rule import (
     rows_of,
     spreads,
 )
+from consistency.worker.judging.long_text import long_mode, long_text
 from consistency.worker.judging.outputs import ForwardOutputs, OutputJudge
 from consistency.worker.model import half_kernels
 from consistency.worker.model.block_pass import (

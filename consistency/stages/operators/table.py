@@ -134,7 +134,9 @@ def _matmul(rows: int, terms: int, columns: int, *, positive: bool = False, **op
     )
 
 
-def attention(batch: int, heads: int, queries: int, width: int, *, keys: int | None = None, **options: Any) -> Operation:
+def attention(
+    batch: int, heads: int, queries: int, width: int, *, keys: int | None = None, **options: Any
+) -> Operation:
     """Return causal attention, or with `keys` that of queries which see them all, as a decoding step does.
 
     Values are of one sign: there a bound is small compared with the result, however many keys there are.

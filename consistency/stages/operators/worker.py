@@ -70,9 +70,7 @@ def run(context: Machine) -> None:
     try_all(trials, context.record, context.events, of_model=operations_of(job.case))
 
 
-def try_all(
-    trials: Trials, record: Recorder, events: EventLog, *, of_model: Sequence[Operation] = ()
-) -> None:
+def try_all(trials: Trials, record: Recorder, events: EventLog, *, of_model: Sequence[Operation] = ()) -> None:
     """Record every operation of the level, and those of the model, in every dtype."""
     all_operations = (*operations(trials.level), *of_model)
     wanted = [operation for operation in all_operations if record.wants(_STAGE, operation.name)]

@@ -28,6 +28,7 @@ from torch.utils import _pytree
 
 from consistency.numerics.exact import Float64Mode
 from consistency.worker.model.block_pass import BlockBegan, BlockPass, Given, ResultPlace, Take, no_listener
+from consistency.worker.model.id_checks import text_config
 from consistency.worker.model.running import Activations, outputs, without_gradients
 from consistency.worker.model.structure import blocks_of
 from consistency.worker.recorder import Skip
@@ -76,9 +77,9 @@ def rows_to_judge(tokens: int, windows: Iterable[int] = ()) -> torch.Tensor:
 
 
 def windows_of(model: torch.nn.Module) -> set[int]:
-    """Return the widths of the sliding windows and chunks of a model's attention, by the attributes of its modules."""
+    """Return the widths of the sliding windows and chunks of a model's attention, by its config and its modules."""
     widths: set[int] = set()
-    for module in model.modules():
+    for module in (text_config(model), *model.modules()):
         for name in ("sliding_window", "window_size", "attention_chunk_size"):
             width = getattr(module, name, None)
             if isinstance(width, int) and not isinstance(width, bool) and width > 0:
@@ -246,7 +247,7 @@ class SampledPass:
             for name, block in blocks_of(model).items():
                 if name in names:
                     stack.enter_context(_forward_replaced(block, functools.partial(self._forward, name, block.forward)))
-            stack.enter_context(mock.patch(_FORCED_MASK, lambda *_, **__: False))
+            stack.enter_context(mock.patch(_FORCED_MASK, return_value=False))
             return run_all_rows(model, inputs, BlockPass(give, take_rows, began=began), names)
 
     def _forward(self, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
