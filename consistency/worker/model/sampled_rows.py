@@ -252,6 +252,7 @@ class SampledPass:
 
     def _forward(self, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Return the sampled rows of a block's result, in place of the result of its code."""
+        args, kwargs = _by_name(forward, args, kwargs)
         cache = _cache_argument(forward, kwargs)
         if name not in self._computes_in_full:
             self._computes_in_full[name] = not cache or not self._is_by_rows(forward, cache, args, kwargs)
@@ -333,6 +334,17 @@ def _keys() -> Any:
             raise _HasKeys
 
     return Keys()
+
+
+def _by_name(
+    forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a call by name, as far as the code has names for them: GPT-2's cache has none."""
+    parameters = inspect.signature(forward).parameters.values()
+    named = [parameter.name for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
+    if len(args) > len(named):
+        return args, kwargs
+    return (), {**dict(zip(named, args, strict=False)), **kwargs}
 
 
 def _cache_argument(forward: Callable[..., Any], kwargs: dict[str, Any]) -> str:
