@@ -47,8 +47,9 @@ END_TO_END = "end_to_end"
 LONG = "long"
 """Suffix of a mode in the stage `forward` for the rows of a long text."""
 
-LONG_TOKENS, WRONG_TOKENS = "tokens_of_the_text", "wrong_tokens"
-"""Keys in the evidence of such a row: the tokens of the text, and those of the compared tokens whose rows are wrong."""
+LONG_TOKENS, WRONG_TOKENS, WHERE = "tokens_of_the_text", "wrong_tokens", "where"
+"""Keys in the evidence of such a row: the tokens of the text; those of the compared tokens whose rows are wrong; and the
+same in words."""
 
 OVERFLOWS = "NaN or infinite too"
 """Text in the reason of a block whose passes on the CPU overflow: it has no error to compare with."""

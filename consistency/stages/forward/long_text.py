@@ -9,14 +9,14 @@ passes with noise are of the sampled rows (`worker/model/sampled_rows.py`). Rows
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from consistency.capture.names import LONG_TOKENS, WRONG_TOKENS
+from consistency.capture.names import LONG_TOKENS, WHERE, WRONG_TOKENS
 from consistency.capture.records import TensorRecord
 from consistency.case import standard
 from consistency.devices.backends import CPU
@@ -56,6 +56,9 @@ from consistency.worker.quantized.exact import exact_layers
 from consistency.worker.recorder import Skip
 
 Tensors = dict[str, torch.Tensor]
+
+_MOST_NAMED = 6
+"""Wrong tokens that are named, where these are no stretch to the end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +157,8 @@ def _compute_exact(model: torch.nn.Module, text: LongText, sampled: SampledPass,
 
     def note(decision: Decision) -> None:
         nonlocal has_decided
-        has_decided = has_decided or decision.name not in CONTINUOUS
+        if not sampled.is_quiet and decision.name not in CONTINUOUS:
+            has_decided = True
 
     def begin(*_: Any) -> None:
         nonlocal has_decided
@@ -263,4 +267,17 @@ def _where(
         figures = spread.of_part(row_of, result.shape).figures(row_of(result), row_of(truth))
         if not passes(max(figures.row, figures.element)):
             wrong.append(token)
-    return {WRONG_TOKENS: wrong, "compared_tokens": len(text.rows)} if wrong else {}
+    return {WRONG_TOKENS: wrong, WHERE: where_in_text(wrong, text)} if wrong else {}
+
+
+def where_in_text(wrong: Sequence[int], text: LongText) -> str:
+    """Say in words which of the compared tokens are wrong: all, those from one on, or a few."""
+    compared = text.rows.tolist()
+    place = f"in a text of {text.tokens} tokens"
+    if len(wrong) == len(compared):
+        return f"{place}, in all {len(compared)} tokens that were compared"
+    right_before = [token for token in compared if token < wrong[0]]
+    if list(wrong) == compared[len(right_before) :]:
+        return f"{place}, right up to token {right_before[-1]} and wrong from {wrong[0]} on, counted from 0"
+    named = ", ".join(map(str, wrong[:_MOST_NAMED])) + (", …" if len(wrong) > _MOST_NAMED else "")
+    return f"{place}, in {len(wrong)} of {len(compared)} tokens that were compared: {named}, counted from 0"

@@ -20,7 +20,7 @@ _product = instead("torch.nn.functional:linear")
 _attention = instead("torch.nn.functional:scaled_dot_product_attention")
 
 
-def _model(head_size: int, window: int | None = None) -> torch.nn.Module:
+def model_with(*, head_size: int, window: int | None = None) -> torch.nn.Module:
     """Return a small model with weights that are the same on every machine."""
     from transformers import MistralConfig, MistralForCausalLM
 
@@ -45,23 +45,23 @@ def _model(head_size: int, window: int | None = None) -> torch.nn.Module:
 
 
 def heads_of_64() -> torch.nn.Module:
-    return _model(64)
+    return model_with(head_size=64)
 
 
 def heads_of_128() -> torch.nn.Module:
-    return _model(128)
+    return model_with(head_size=128)
 
 
 def window_of_16() -> torch.nn.Module:
-    return _model(64, 16)
+    return model_with(head_size=64, window=16)
 
 
 def window_of_128() -> torch.nn.Module:
-    return _model(64, 128)
+    return model_with(head_size=64, window=128)
 
 
 def window_of_1024() -> torch.nn.Module:
-    return _model(64, 1024)
+    return model_with(head_size=64, window=1024)
 
 
 def _without_product(first: Callable[[int], int]) -> Install:

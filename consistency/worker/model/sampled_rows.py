@@ -212,8 +212,8 @@ class SampledPass:
         self._tokens = tokens
         self._rows = rows
         self._last = last
-        self._is_quiet = False
-        """Whether results are of a call that collects keys, and are not handed over."""
+        self.is_quiet = False
+        """Whether a block is called for its keys, or to check its code: the results are not handed over."""
         self._computes_in_full: dict[str, bool] = {}
         """Whether a block is computed for all tokens, by its name."""
 
@@ -238,7 +238,7 @@ class SampledPass:
             return whole if sampled is None else sampled
 
         def take_rows(place: ResultPlace, result: torch.Tensor) -> None:
-            sampled = None if self._is_quiet else pick(result, self._tokens, self._rows)
+            sampled = None if self.is_quiet else pick(result, self._tokens, self._rows)
             if sampled is not None:
                 take(place, sampled)
 
@@ -273,7 +273,7 @@ class SampledPass:
     ) -> Any:
         """Call a block's code with all tokens for their keys, and then with some rows of its arguments."""
         keys = _keys()
-        was_quiet, self._is_quiet = self._is_quiet, True
+        was_quiet, self.is_quiet = self.is_quiet, True
         try:
             forward(*args, **{**kwargs, cache: keys})
         except _HasKeys:
@@ -281,7 +281,7 @@ class SampledPass:
         else:
             raise _NoKeys
         finally:
-            self._is_quiet = was_quiet
+            self.is_quiet = was_quiet
         chosen = [_of_rows(argument, tokens, rows) for argument in args]
         by_name = {key: _of_rows(argument, tokens, rows) for key, argument in kwargs.items()}
         return forward(*chosen, **{**by_name, cache: keys})
@@ -295,7 +295,7 @@ class SampledPass:
         few = [_of_rows(argument, self._tokens, first, keys=count) for argument in args]
         few_by_name = {key: _of_rows(argument, self._tokens, first, keys=count) for key, argument in kwargs.items()}
         rows = torch.arange(count - 1, -1, -2).flip(0)
-        self._is_quiet = True
+        self.is_quiet = True
         try:
             with torch.no_grad(), Float64Mode():
                 whole = _first_tensor(forward(*few, **few_by_name))
@@ -303,7 +303,7 @@ class SampledPass:
         except Exception:  # the code of any model: one that cannot be called so is computed for all tokens
             return False
         finally:
-            self._is_quiet = False
+            self.is_quiet = False
         expected = pick(whole, count, rows)
         if expected is None or expected.shape != sampled.shape:
             return False
