@@ -48,8 +48,8 @@ LONG = "long"
 """Suffix of a mode in the stage `forward` for the rows of a long text."""
 
 LONG_TOKENS, WRONG_TOKENS, WHERE = "tokens_of_the_text", "wrong_tokens", "where"
-"""Keys in the evidence of such a row: the tokens of the text; those of the compared tokens whose rows are wrong; and the
-same in words."""
+"""Keys in the evidence of such a row: the tokens of the text, the compared tokens whose rows are wrong, and these in
+words."""
 
 OVERFLOWS = "NaN or infinite too"
 """Text in the reason of a block whose passes on the CPU overflow: it has no error to compare with."""
