@@ -50,7 +50,7 @@ from consistency.worker.model.block_pass import (
 )
 from consistency.worker.model.float64_reference import Reference
 from consistency.worker.model.id_checks import ask
-from consistency.worker.model.running import base_of, model_code
+from consistency.worker.model.running import base_of, model_code, refusal
 from consistency.worker.model.sampled_rows import SampledPass, pick, run_all_rows, token_dimension
 from consistency.worker.quantized.exact import exact_layers
 from consistency.worker.recorder import Skip
@@ -214,11 +214,12 @@ def judge_long_text(context: Context, text: LongText, mode: str, reference: Refe
     model, long = context.model, long_mode(mode)
     kernels, attention = half_kernels.replacement(model, text.tokens), AttentionKernels()
     given = functools.partial(reference.given_value, long)
+    reason_of = functools.partial(refusal, context.job.case, model=model)
     digests: dict[str, list[TensorDigest]] = {}
     results: Tensors = {}
     with half_kernels.computing(kernels):
         for number in range(context.job.case.repeat):
-            with attention.following(model) if number == 0 else nullcontext(), model_code(model):
+            with attention.following(model) if number == 0 else nullcontext(), model_code(model, says=reason_of):
                 again = rows_on_device(model, text, given, context.events.block)
             results = results or again
             for name, result in again.items():

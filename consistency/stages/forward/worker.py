@@ -391,7 +391,7 @@ def _in_mode_or_skip(context: Context, inputs: Activations, mode: str, run: Call
             raise KernelAssertedError(asserted(inputs, context.device, error)) from error
         if not is_of_the_model(error, model):
             raise
-        raise Skip(refusal(context.job.case, error)) from error
+        raise Skip(refusal(context.job.case, error, model)) from error
 
 
 def _record_ends(
