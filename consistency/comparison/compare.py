@@ -200,7 +200,7 @@ def _larger_shapes(tensors: Sequence[TensorComparison]) -> Iterator[str]:
 
 def _unused_attention(workers: Sequence[ComparedWorker], tensors: Sequence[TensorComparison]) -> Iterator[str]:
     """Name the kernels of attention that users run, where accelerators computed it by the formula alone."""
-    accelerators = [worker for worker in workers if not worker.is_cpu]
+    accelerators = [worker for worker in workers if not worker.is_cpu and not worker.is_engine]
     forward = [tensor for tensor in tensors if tensor.stage == standard.FORWARD]
     if not accelerators or not forward or _ran_fused_attention(accelerators, forward):
         return

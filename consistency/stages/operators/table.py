@@ -199,6 +199,10 @@ def _logits(g: np.random.Generator) -> Arrays:
     return 3 * g.standard_normal((32, 211)), g.integers(0, 211, 32)
 
 
+def _every_second(values: np.ndarray) -> np.ndarray:
+    return values[:, ::2]
+
+
 _OPERATIONS: tuple[Operation, ...] = (
     _matmul(64, 64, 64, level=Level.QUICK),
     _matmul(17, 33, 29),
@@ -274,6 +278,25 @@ _OPERATIONS: tuple[Operation, ...] = (
         # fused kernels want a head size that 8 divides (torch's sdp_utils.cpp), and models have 64 or 128
         "attention", "2x4x24x64 causal", _normal(*[(2, 4, 24, 64)] * 3),
         functools.partial(nn.scaled_dot_product_attention, is_causal=True), exact_forms.attention, multiplies=True,
+    ),
+    # operands that are not contiguous: kernels read these by strides, or copy them first
+    Operation(
+        "matmul", "17x33x29 transposed", _normal((33, 17), (29, 33)), lambda a, b: torch.matmul(a.T, b.T),
+        lambda a, b: a.moved(np.transpose).matmul(b.moved(np.transpose)).store(), dtypes=WITH_FLOAT64, multiplies=True,
+    ),
+    Operation(
+        "linear", "32x96x80 strided", _normal((32, 192), (80, 192), (80,)),
+        lambda x, weight, bias: nn.linear(x[:, ::2], weight[:, ::2], bias),
+        lambda x, weight, bias: exact_forms.linear(x.moved(_every_second), weight.moved(_every_second), bias),
+        multiplies=True,
+    ),
+    Operation(
+        "softmax", "16x257 transposed", _normal((257, 16), scale=3), lambda x: nn.softmax(x.T, dim=-1),
+        lambda x: exact_forms.softmax(x.moved(np.transpose)).store(),
+    ),
+    Operation(
+        "exp", "64x32 strided", _between(-9, 9, (64, 64)), lambda x: torch.exp(x[:, ::2]),
+        lambda x: x.moved(_every_second).exp().store(),
     ),
     attention(1, 4, 1, 64, keys=515),
     attention(9, 2, 7, 128),

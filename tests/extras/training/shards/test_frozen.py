@@ -35,10 +35,11 @@ def gathered(facts: Facts, monkeypatch: pytest.MonkeyPatch) -> tuple[FrozenGathe
         return RankPart(whole=tuple(tensor.shape), dim=0, start=rank * rows, stop=(rank + 1) * rows)
 
     monkeypatch.setattr(frozen, "part_of", by_halves)
-    model = torch.nn.Sequential(torch.nn.Linear(4, 6))
+    layer = torch.nn.Linear(4, 6)
+    model = torch.nn.Sequential(layer)
     context: Any = SimpleNamespace(model=model, record=facts)
     ranks: Any = SimpleNamespace(world=2, names=("cpu", "cpu@baseline"))
-    return FrozenGathered(context, ranks, model, {"0.bias"}), model[0].weight.detach()
+    return FrozenGathered(context, ranks, model, {"0.bias"}), layer.weight.detach()
 
 
 def test_a_right_gather_is_no_row(gathered: tuple[FrozenGathered, torch.Tensor], facts: Facts) -> None:
