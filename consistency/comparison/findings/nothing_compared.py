@@ -196,6 +196,10 @@ def _workers_named(findings: Iterable[Finding]) -> dict[str, frozenset[str]]:
         workers = frozenset(finding.workers) or frozenset({""})
         for tensor in finding.tensors:
             by_tensor[tensor] = by_tensor.get(tensor, frozenset()) | workers
+        # what follows from a finding may be on other workers: a wrong copy shows on all that send over it
+        for consequence in finding.consequences:
+            for tensor in consequence.tensors:
+                by_tensor[tensor] = by_tensor.get(tensor, frozenset()) | frozenset(consequence.workers)
     return by_tensor
 
 
