@@ -45,6 +45,7 @@ from consistency.numerics.rules import Rule
 from consistency.stages.forward import passes as titles
 from consistency.stages.forward.long_text import judge_long_text, make_long_reference
 from consistency.stages.forward.merge_effect import record_merge_effect
+from consistency.stages.forward.wide_products import PRODUCTS, record_narrow_products
 from consistency.worker import cpu_error
 from consistency.worker.attention_kernels import AttentionKernels
 from consistency.worker.context import Context, inputs_fit
@@ -91,6 +92,7 @@ from consistency.worker.model.running import (
     refusal,
     tokens_of,
 )
+from consistency.worker.product_types import product_types
 from consistency.worker.protocol import DECISIONS_FILE, REFERENCE_FILE
 from consistency.worker.quantized.exact import exact_layers
 from consistency.worker.recorder import Skip
@@ -235,6 +237,9 @@ def _judge_all(context: Context, inputs: Activations, ends: dict[str, Activation
                 context.events.step(title, 0, 1)
                 _judge_blocks(context, inputs, mode, reference)
     _judge_long_text(context, reference)
+    if ends:
+        with context.record.skipping("forward", PRODUCTS):
+            record_narrow_products(context, inputs, reference)
 
 
 def _judge_long_text(context: Context, reference: Reference) -> None:
@@ -475,9 +480,12 @@ def _make_reference(context: Context, model: torch.nn.Module, inputs: Activation
         **exact.given,
         **{f"{END_TO_END}::{name}": value for name, value in exact.ends.items()},
     }
+    with model_code(model):
+        types = product_types(model, inputs)
     tables = Tables(
         failures=exact.failures,
         names=tuple(tensors),
+        product_types=types,
         limits=limits_of(spreads_by_title),
     )
     # a soak reads it from the file again; where nobody does, none is written
