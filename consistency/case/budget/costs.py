@@ -183,10 +183,10 @@ def forward(setting: Setting) -> Cost:
 
 
 def long_text(setting: Setting) -> Cost:
-    """Estimate the long text: three blocks on all of its tokens, and in some rows in float64 and with noise.
+    """Estimate the long text: some blocks on all of its tokens, and in some rows in float64 and with noise.
 
-    What enters and leaves these blocks is kept for the other workers. In memory is one block at a time, of whose
-    attention by its formula the scores of the sampled rows; a device has the logits of all tokens.
+    What enters the first block and leaves six, as of two kinds, is kept for the other workers. In memory is one block
+    at a time, with the scores of the sampled rows where attention is by its formula; a device has all logits.
     """
     tokens, shape = setting.long_tokens, setting.shape
     if not tokens:
@@ -194,7 +194,7 @@ def long_text(setting: Setting) -> Cost:
     hidden, heads = shape.hidden or 0, shape.heads or 0
     mask_bytes = tokens * tokens
     pass_bytes = tokens * (shape.block_features + (shape.vocabulary or 0)) * shape.width + mask_bytes
-    given_bytes = tokens * 4 * hidden * shape.width
+    given_bytes = tokens * 7 * hidden * shape.width
     reference_bytes = 0
     if setting.makes_reference:
         sampled = LONG_ROWS * (shape.block_features + 2 * heads * tokens + (shape.vocabulary or 0))

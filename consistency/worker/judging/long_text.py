@@ -47,8 +47,11 @@ def long_text(context: Context) -> tuple[LongText | None, str]:
     inputs, reason = long_input(context.job.case, context.base.model)
     if inputs is None:
         return None, reason
-    if any(config.is_prompt_learning for config in getattr(model, "peft_config", {}).values()):
+    configs = getattr(model, "peft_config", {}).values()
+    if any(config.is_prompt_learning for config in configs):
         return None, "the adapter puts tokens or keys of its own before the text"
+    if any(getattr(config, "alora_invocation_tokens", None) for config in configs):
+        return None, "the adapter acts from a place in the text on, which a sample of its rows does not have"
     blocks = chosen_blocks(model)
     if not blocks:
         return None, "the model has no list of blocks"
