@@ -115,7 +115,6 @@ def record_difference(
     *,
     other_contents: OtherContents,
     evidence: Mapping[str, Any] | None = None,
-    reason: str | None = None,
 ) -> None:
     """Record, as a fact of this rank alone, how its tensor differs from the expected one."""
     actual, expected = actual.to("cpu").contiguous(), expected.to("cpu").contiguous()
@@ -126,9 +125,7 @@ def record_difference(
         diagnosis = diagnose_moved(actual, expected, measured, other_contents=other_contents)
         all_evidence |= {"wrong_elements": measured.mismatched, "of": actual.numel()}
     all_evidence |= diagnosis.evidence
-    context.record.fact(
-        stage, layer, tensor, status="outside", word=diagnosis.word, evidence=all_evidence, reason=reason
-    )
+    context.record.fact(stage, layer, tensor, status="outside", word=diagnosis.word, evidence=all_evidence)
 
 
 def other_parts(ranks: JoinedGroup, parameter: torch.Tensor, whole: torch.Tensor) -> OtherContents:

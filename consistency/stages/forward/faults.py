@@ -29,55 +29,55 @@ ROWS: tuple[Fault, ...] = (
         base=f"python:{_ROUTING}:mixture", needs=(Need.ANOTHER_WORKER,),
     ),
     Fault(
-        name="rows-beyond-64", plant=f"{_SHAPES}:beyond_64_rows", expected="differs", stages=_STAGES,
+        name="rows-beyond-64", plant=f"{_SHAPES}:beyond_64_rows", expected="block", stages=_STAGES,
         base=f"python:{_SHAPES}:heads_of_64", needs=(Need.ANOTHER_WORKER,),
     ),
     Fault(
-        name="rows-beyond-128", plant=f"{_SHAPES}:beyond_128_rows", expected="differs", stages=_STAGES,
+        name="rows-beyond-128", plant=f"{_SHAPES}:beyond_128_rows", expected="block", stages=_STAGES,
         base=f"python:{_SHAPES}:heads_of_64", needs=(Need.ANOTHER_WORKER,),
     ),
     Fault(
-        name="rows-beyond-512", plant=f"{_SHAPES}:beyond_512_rows", expected="differs", stages=_STAGES,
+        name="rows-beyond-512", plant=f"{_SHAPES}:beyond_512_rows", expected="block", stages=_STAGES,
         base=f"python:{_SHAPES}:heads_of_64", needs=(Need.ANOTHER_WORKER,),
     ),
     Fault(
-        name="last-tile", plant=f"{_SHAPES}:last_tile", expected="differs", stages=_STAGES,
+        name="last-tile", plant=f"{_SHAPES}:last_tile", expected="block", stages=_STAGES,
         base=f"python:{_SHAPES}:heads_of_64", needs=(Need.ANOTHER_WORKER,),
     ),
     Fault(
-        name="window-of-16", plant=f"{_SHAPES}:one_key_too_many", expected="differs", stages=_STAGES,
+        name="window-of-16", plant=f"{_SHAPES}:one_key_too_many", expected="block", stages=_STAGES,
         base=f"python:{_SHAPES}:window_of_16", needs=(Need.ANOTHER_WORKER,),
     ),
     Fault(
-        name="window-of-128", plant=f"{_SHAPES}:one_key_too_many", expected="differs", stages=_STAGES,
+        name="window-of-128", plant=f"{_SHAPES}:one_key_too_many", expected="block", stages=_STAGES,
         base=f"python:{_SHAPES}:window_of_128", needs=(Need.ANOTHER_WORKER,),
     ),
     Fault(
-        name="window-of-1024", plant=f"{_SHAPES}:one_key_too_many", expected="differs", stages=_STAGES,
+        name="window-of-1024", plant=f"{_SHAPES}:one_key_too_many", expected="block", stages=_STAGES,
         base=f"python:{_SHAPES}:window_of_1024", level=Level.THOROUGH, needs=(Need.ANOTHER_WORKER,),
     ),
     Fault(
-        name="one-query", plant=f"{_SHAPES}:one_query", expected="differs", stages=(standard.OPERATORS,),
+        name="one-query", plant=f"{_SHAPES}:one_query", expected="wrong-scale", stages=(standard.OPERATORS,),
         base=f"python:{_SHAPES}:heads_of_64", needs=(Need.ANOTHER_WORKER,),
     ),
     Fault(
-        name="head-size-64", plant=f"{_SHAPES}:head_of_64", expected="differs", stages=_STAGES,
+        name="head-size-64", plant=f"{_SHAPES}:head_of_64", expected="wrong-scale", stages=_STAGES,
         base=f"python:{_SHAPES}:heads_of_64", needs=(Need.ANOTHER_WORKER,),
     ),
     Fault(
-        name="head-size-128", plant=f"{_SHAPES}:head_of_128", expected="differs", stages=_STAGES,
+        name="head-size-128", plant=f"{_SHAPES}:head_of_128", expected="wrong-scale", stages=_STAGES,
         base=f"python:{_SHAPES}:heads_of_128", needs=(Need.ANOTHER_WORKER,),
     ),
     Fault(
-        name="long-keys", plant=f"{_SHAPES}:long_keys", expected="differs", stages=_STAGES,
+        name="long-keys", plant=f"{_SHAPES}:long_keys", expected="wrong-scale", stages=_STAGES,
         base=f"python:{_SHAPES}:heads_of_64", needs=(Need.ANOTHER_WORKER,),
     ),
     Fault(
-        name="batch-of-1", plant=f"{_SHAPES}:batch_of_1", expected="differs", stages=_STAGES,
+        name="batch-of-1", plant=f"{_SHAPES}:batch_of_1", expected="wrong-scale", stages=_STAGES,
         base=f"python:{_SHAPES}:heads_of_64", needs=(Need.ANOTHER_WORKER,),
     ),
     Fault(
-        name="batch-of-9", plant=f"{_SHAPES}:batch_of_9", expected="differs", stages=(standard.OPERATORS,),
+        name="batch-of-9", plant=f"{_SHAPES}:batch_of_9", expected="wrong-scale", stages=(standard.OPERATORS,),
         base=f"python:{_SHAPES}:heads_of_64", needs=(Need.ANOTHER_WORKER,),
     ),
 )  # fmt: skip

@@ -12,12 +12,13 @@ import torch
 
 from consistency.capture.names import module_place, split_name
 from consistency.capture.wording import some
-from consistency.extras.training.parts_judging import GATHERED, record_difference
+from consistency.extras.training.parts_judging import GATHERED
 from consistency.extras.training.ranks.group import JoinedGroup
 from consistency.extras.training.ranks.parts import RankPart, part_of
 from consistency.extras.training.shards.spec import SHARDS
-from consistency.numerics.diagnosis_moved import OtherContents
+from consistency.numerics.diagnosis_moved import diagnose_moved
 from consistency.numerics.digest import digest
+from consistency.numerics.distance import measure
 from consistency.worker.context import Context
 
 
@@ -63,15 +64,15 @@ class FrozenGathered:
             layer, tensor = split_name(name)
             expected = self._expected[name].to("cpu")
             senders = self._senders(name, gathered, expected)
-            record_difference(
-                self._context,
+            measured = measure(gathered, expected)
+            diagnosis = diagnose_moved(gathered, expected, measured)
+            self._context.record.fact(
                 SHARDS,
                 module_place(layer),
                 f"{tensor}.{GATHERED}",
-                gathered,
-                expected,
-                other_contents=OtherContents(),
-                evidence={"step": step + 1, "sent_by": senders},
+                status="outside",
+                word=diagnosis.word,
+                evidence={"wrong_elements": measured.mismatched, "step": step + 1, "sent_by": senders},
                 reason=f"in step {step + 1} a gather of weights gave this rank other values than {some(senders)} holds",
             )
         return not self._wrong
