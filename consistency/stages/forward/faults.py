@@ -45,15 +45,15 @@ ROWS: tuple[Fault, ...] = (
         base=f"python:{_SHAPES}:heads_of_64", needs=(Need.ANOTHER_WORKER,),
     ),
     Fault(
-        name="window-of-16", plant=f"{_SHAPES}:one_key_too_many", expected="block", stages=_STAGES,
+        name="window-of-16", plant=f"{_SHAPES}:wide_window_of_16", expected="block", stages=_STAGES,
         base=f"python:{_SHAPES}:window_of_16", needs=(Need.ANOTHER_WORKER,),
     ),
     Fault(
-        name="window-of-128", plant=f"{_SHAPES}:one_key_too_many", expected="block", stages=_STAGES,
+        name="window-of-128", plant=f"{_SHAPES}:wide_window_of_128", expected="block", stages=_STAGES,
         base=f"python:{_SHAPES}:window_of_128", needs=(Need.ANOTHER_WORKER,),
     ),
     Fault(
-        name="window-of-1024", plant=f"{_SHAPES}:one_key_too_many", expected="block", stages=_STAGES,
+        name="window-of-1024", plant=f"{_SHAPES}:wide_window_of_1024", expected="block", stages=_STAGES,
         base=f"python:{_SHAPES}:window_of_1024", level=Level.THOROUGH, needs=(Need.ANOTHER_WORKER,),
     ),
     Fault(

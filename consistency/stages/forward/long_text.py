@@ -220,7 +220,7 @@ def judge_long_text(context: Context, text: LongText, mode: str, reference: Refe
     with half_kernels.computing(kernels):
         for number in range(context.job.case.repeat):
             with attention.following(model) if number == 0 else nullcontext(), model_code(model, says=reason_of):
-                again = rows_on_device(model, text, given, context.events.block)
+                again = rows_on_device(model, text, given)
             results = results or again
             for name, result in again.items():
                 digests.setdefault(name, []).append(digest(result))

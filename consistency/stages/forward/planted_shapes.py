@@ -109,19 +109,28 @@ batch_of_1 = _attention_off(lambda query, key: query.shape[0] == 1)  # noqa: ARG
 batch_of_9 = _attention_off(lambda query, key: query.shape[0] == 9)  # noqa: ARG005
 
 
-@_attention
-def one_key_too_many(
-    real: Attention,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    *args: Any,
-    **kwargs: Any,
-) -> torch.Tensor:
-    """Let a sliding window read one key more, the one before its first."""
-    if attn_mask is not None and attn_mask.dtype == torch.bool and query.dtype != torch.float64:
-        before_first = attn_mask[..., 1:] & ~attn_mask[..., :-1]
-        attn_mask = attn_mask.clone()
-        attn_mask[..., :-1] |= before_first
-    return real(query, key, value, attn_mask, *args, **kwargs)
+def _one_key_too_many() -> Install:
+    """Return a fault that lets a sliding window read one key more, the one before its first."""
+
+    @_attention
+    def attend(
+        real: Attention,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        if attn_mask is not None and attn_mask.dtype == torch.bool and query.dtype != torch.float64:
+            before_first = attn_mask[..., 1:] & ~attn_mask[..., :-1]
+            attn_mask = attn_mask.clone()
+            attn_mask[..., :-1] |= before_first
+        return real(query, key, value, attn_mask, *args, **kwargs)
+
+    return attend
+
+
+wide_window_of_16 = _one_key_too_many()
+wide_window_of_128 = _one_key_too_many()
+wide_window_of_1024 = _one_key_too_many()

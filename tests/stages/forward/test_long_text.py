@@ -90,8 +90,8 @@ FAULTS = {
     "rows-beyond-128": (planted_shapes.beyond_128_rows, None, "right up to token 127 and wrong from 128 on"),
     "rows-beyond-512": (planted_shapes.beyond_512_rows, None, "right up to token 511 and wrong from 512 on"),
     "last-tile": (planted_shapes.last_tile, None, "right up to token 511 and wrong from 512 on"),
-    "window-of-16": (planted_shapes.one_key_too_many, 16, "right up to token 15 and wrong from 16 on"),
-    "window-of-128": (planted_shapes.one_key_too_many, 128, "right up to token 127 and wrong from 128 on"),
+    "window-of-16": (planted_shapes.wide_window_of_16, 16, "right up to token 15 and wrong from 16 on"),
+    "window-of-128": (planted_shapes.wide_window_of_128, 128, "right up to token 127 and wrong from 128 on"),
     "long-keys": (planted_shapes.long_keys, None, "in all "),
     "batch-of-1": (planted_shapes.batch_of_1, None, "in all "),
 }
