@@ -44,6 +44,13 @@ ADAPTER_ON, ADAPTER_OFF, ADAPTER_MERGED = "adapter_on", "adapter_off", "adapter_
 END_TO_END = "end_to_end"
 """Suffix of an output in the stage `forward` which the device computed on its own activations: shown, not judged."""
 
+LONG = "long"
+"""Suffix of a mode in the stage `forward` for the rows of a long text."""
+
+LONG_TOKENS, WRONG_TOKENS, WHERE = "tokens_of_the_text", "wrong_tokens", "where"
+"""Keys in the evidence of such a row: the tokens of the text, the compared tokens whose rows are wrong, and these in
+words."""
+
 OVERFLOWS = "NaN or infinite too"
 """Text in the reason of a block whose passes on the CPU overflow: it has no error to compare with."""
 

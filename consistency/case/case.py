@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from consistency.case import standard
 from consistency.case.engine_file import EngineFile
 from consistency.case.load_path import LoadPath
 from consistency.case.named_adapters import NamedAdapter
@@ -27,10 +28,13 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     sequences, tokens : int or None
         Number of sequences that are made, and of tokens in each: fewer than the level has. The inputs that are left out
         are not checked. None leaves the number to the level and to the stage.
+    long_tokens : int or None
+        Number of tokens of the long text; 0 leaves it out.
     """
 
     sequences: int | None = None
     tokens: int | None = None
+    long_tokens: int | None = None
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -137,6 +141,13 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return self.fit.tokens or self.plan.tokens
 
     @property
+    def long_tokens(self) -> int:
+        """Return how many tokens the long text has at most; 0 where none is computed, as with tensors of a file."""
+        if not self.makes_inputs:
+            return 0
+        return self.plan.long_tokens if self.fit.long_tokens is None else self.fit.long_tokens
+
+    @property
     def plan(self) -> LevelPlan:
         return LEVELS[self.level]
 
@@ -214,4 +225,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             ("sequences", self.sequences(), self.plan.sequences),
             ("tokens of each", self.tokens, self.plan.tokens),
         )
-        return [f"{whole - cut} of {whole} {noun}, for lack of memory" for noun, cut, whole in sizes if cut < whole]
+        lines = [f"{whole - cut} of {whole} {noun}, for lack of memory" for noun, cut, whole in sizes if cut < whole]
+        if self.fit.long_tokens is not None and standard.FORWARD in self.stages:
+            lines.append(f"a text of {self.plan.long_tokens} tokens, for lack of memory")
+        return lines

@@ -165,6 +165,8 @@ class LevelPlan:
     """Sequences of the inputs that are made."""
     tokens: int
     """Tokens of each sequence, at most."""
+    long_tokens: int
+    """Tokens of the long text, at most; 0 without one."""
     repeat: int
     """Runs of each stage that computes."""
     float64_merges: int
@@ -189,6 +191,10 @@ _LARGE = 1 << 28
 MOST_MERGED = 1 << 28
 """Elements of the largest layer that is merged in float64, at any level: three arrays of it take 6 GiB."""
 
+_LONG, _LONGEST = 515, 4099
+"""Tokens of the long texts: three more than 512 and 4,096, so that kernels for more rows are met, and the last tile, or
+block of keys, is not whole."""
+
 _ANY_SIZE = 1 << 62
 _IN_SECONDS = 1 << 27
 """Four merges and passes in float64 of one sequence take 28 ns per element on one core (a Llama of 0.17 B): 4 s."""
@@ -203,7 +209,7 @@ _SECOND_RUN = LeftOut(text="a second run on the same device", made_by_repeat=Tru
 LEVELS: dict[Level, LevelPlan] = {
     Level.QUICK: LevelPlan(
         stages=stages_of(lambda spec: Level.QUICK in spec.levels),
-        safe_merge=False, reload=False, sides=(), sequences=1, tokens=16, repeat=1,
+        safe_merge=False, reload=False, sides=(), sequences=1, tokens=16, long_tokens=0, repeat=1,
         float64_merges=0,
         left_out=(
             _LARGE_COPIES, _MOST_OPERATORS, _LARGE_OPERATORS, _SAFE_MERGE, _LOADED_AGAIN, _SECOND_RUN,
@@ -213,13 +219,13 @@ LEVELS: dict[Level, LevelPlan] = {
     # dtype; a classifier answers once per sequence, and few answers allow a wide factor: `error_factor`
     Level.STANDARD: LevelPlan(
         stages=stages_of(lambda spec: Level.STANDARD in spec.levels),
-        safe_merge=True, reload=True, sides=("cpu", "low-memory"), sequences=8, tokens=16, repeat=1,
-        float64_merges=_IN_SECONDS,
+        safe_merge=True, reload=True, sides=("cpu", "low-memory"), sequences=8, tokens=16,
+        long_tokens=_LONG, repeat=1, float64_merges=_IN_SECONDS,
         left_out=(_LARGE_COPIES, _LARGE_OPERATORS, _SECOND_RUN),
     ),
     Level.THOROUGH: LevelPlan(
         stages=stages_of(lambda spec: Level.THOROUGH in spec.levels),
-        safe_merge=True, reload=True, sides=SIDES, sequences=16, tokens=64, repeat=2,
-        float64_merges=_ANY_SIZE, left_out=(),
+        safe_merge=True, reload=True, sides=SIDES, sequences=16, tokens=64, long_tokens=_LONGEST,
+        repeat=2, float64_merges=_ANY_SIZE, left_out=(),
     ),
 }  # fmt: skip

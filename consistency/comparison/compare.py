@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from consistency.capture.folder import Capture, capture_name
-from consistency.capture.names import ATTENTION, BY_BLOCKS, END_TO_END
+from consistency.capture.names import ATTENTION, BY_BLOCKS, END_TO_END, LONG_TOKENS
 from consistency.capture.records import WorkerFacts
 from consistency.case import standard
 from consistency.case.case import Case
@@ -158,6 +158,7 @@ def _not_checked(
     yield from case.not_checked()
     yield from _load_paths_not_checked(case, load_paths)
     yield from _modes_without_blocks(tensors)
+    yield from _larger_shapes(tensors)
     yield from _unused_attention(workers, tensors)
     yield from _stages_not_soaked(workers)
 
@@ -182,9 +183,24 @@ def _modes_without_blocks(tensors: Sequence[TensorComparison]) -> Iterator[str]:
         yield f"the model's blocks with {' and '.join(modes)}"
 
 
+def _larger_shapes(tensors: Sequence[TensorComparison]) -> Iterator[str]:
+    """Name the longest text and the most rows of a product that were compared: kernels are chosen by shape."""
+    longest = rows = 0
+    for tensor, row in rows_of(tensor for tensor in tensors if tensor.stage == standard.FORWARD):
+        if row.ratio is None or tensor.tensor.endswith(END_TO_END):
+            continue
+        if LONG_TOKENS in row.evidence:
+            tokens = int(row.evidence[LONG_TOKENS])
+            longest, rows = max(longest, tokens), max(rows, tokens)
+        elif tensor.shape is not None and len(tensor.shape) == 3 and ".input." not in f".{tensor.tensor}":
+            longest, rows = max(longest, tensor.shape[1]), max(rows, tensor.shape[0] * tensor.shape[1])
+    if longest:
+        yield f"texts of more than {longest} tokens, and products of more than {rows} rows"
+
+
 def _unused_attention(workers: Sequence[ComparedWorker], tensors: Sequence[TensorComparison]) -> Iterator[str]:
     """Name the kernels of attention that users run, where accelerators computed it by the formula alone."""
-    accelerators = [worker for worker in workers if not worker.is_cpu]
+    accelerators = [worker for worker in workers if not worker.is_cpu and not worker.is_engine]
     forward = [tensor for tensor in tensors if tensor.stage == standard.FORWARD]
     if not accelerators or not forward or _ran_fused_attention(accelerators, forward):
         return

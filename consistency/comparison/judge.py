@@ -105,9 +105,14 @@ def _not_judged(worker: ComparedWorker, status: Status, reason: str) -> Outcome:
 
 
 def _why_not_run(worker: ComparedWorker, key: Key) -> str | None:
-    """Return why a stage did not run as a whole on a worker, or the mode of the stage that a tensor is named after."""
-    stage, _, mode = key
-    names = dict.fromkeys((mode, SPECS[Stage(stage)].whole))
+    """Return why a stage did not run as a whole on a worker, or the mode of the stage that a tensor's name begins with.
+
+    `adapter_on.input.hidden_states` is of the mode `adapter_on`, which has a row of its own where it is skipped.
+    """
+    stage, _, tensor = key
+    parts = tensor.split(".")
+    modes = [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
+    names = dict.fromkeys((*modes, SPECS[Stage(stage)].whole))
     records = (worker.records.get((stage, WHOLE_MODEL, name)) for name in names)
     return next((record.reason for record in records if record is not None and record.status == "skipped"), None)
 

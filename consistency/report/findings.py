@@ -90,15 +90,16 @@ def _shown(finding: Finding, number: int, hits: _Hits, folder: str | None, *, of
     if _is_of_a_group(finding):
         return msgspec.structs.replace(shown, next=bisect)
     differing_tensors = [tensor for tensor, _ in hits if tensor.layer != SETTINGS_LAYER]
+    # an engine's outputs are written again by the engine: there is no device on which a setting could be changed
+    is_run = repeat is not None and repeat.startswith(f"{_COMMAND}run ")
     if not _is_reproducible(finding, hits):
-        is_run = repeat is not None and repeat.startswith(f"{_COMMAND}run ")
         if is_run and _has_wrong_weights(finding, differing_tensors):
             return msgspec.structs.replace(shown, next=bisect)
         return shown
     commands = []
     if repeat and offers_repeat:
         commands.append(f"{_AGAIN}{repeat}")
-    if repeat and any(tensor.rule in _MEASURED for tensor in differing_tensors):
+    if is_run and any(tensor.rule in _MEASURED for tensor in differing_tensors):
         commands.append(f"{_SETTING}{bisect}")
     return msgspec.structs.replace(shown, detail=(*shown.detail, *commands), next=reproduce_command(folder, number))
 

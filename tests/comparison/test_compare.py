@@ -538,6 +538,7 @@ def test_of_files_that_differ_the_odd_ones_are_named(make_capture: MakeCapture) 
         ("cuda:1@sdpa", {"in_force": {"sdpa_flash": True}}, {"attention": "flash"}, ()),
         ("cpu@avx2", {}, {}, ()),
         ("xla:0", {}, {}, ()),
+        ("part", {"engine": "vllm 0.11"}, {}, ()),
     ],
 )
 def test_attention_that_accelerators_ran_by_the_formula_alone_is_not_checked(

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from consistency.capture.records import TensorRecord
 from consistency.numerics.measure import Measure
 from consistency.numerics.real import Real
 from tests.comparison.made_records import compared, computed, forward, measured, only_row, rounding
@@ -88,3 +89,17 @@ def test_a_mode_that_raises_on_one_device_is_told_by_its_exception(make_capture:
     found = compared(make_capture("a", {"cpu": [forward(), merged], "cuda:0": [forward(), raised]}))
     (finding,) = found.findings
     assert finding.message == f"forward · cuda:0 · adapter_merged of logits missing: {why}"
+
+
+@pytest.mark.parametrize("tensor", ["adapter_on", "adapter_on.input.hidden_states", "adapter_on.long"])
+def test_what_a_mode_was_not_run_for_is_the_reason_of_all_its_tensors(make_capture: MakeCapture, tensor: str) -> None:
+    """They were missing without a reason: a device lacks an operation that the others have."""
+    reason = "an operation of layers.1.mlp is not implemented on npu:0"
+    not_run = TensorRecord(
+        stage="forward", layer="model", tensor="adapter_on", rule="block", status="skipped", reason=reason
+    )
+    right = computed(stage="forward", layer="layers.1", tensor=tensor, rule="block")
+    found = compared(make_capture("a", {"cpu": [right], "cpu@baseline": [not_run]}))
+    (error,) = (one for one in found.findings if one.severity == "error")
+    assert error.workers == ("cpu@baseline",)
+    assert error.message.endswith(f"{tensor} of layers.1 missing: {reason}")

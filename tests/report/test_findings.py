@@ -62,6 +62,17 @@ def test_a_run_with_repeats_is_not_to_be_repeated(make_capture: MakeCapture) -> 
         assert sum(line.startswith("again: ") for line in detail) == times
 
 
+def test_an_engines_outputs_are_not_bisected(make_capture: MakeCapture) -> None:
+    """There is no device `part:0` on which a setting could be changed: the engine writes its outputs again."""
+    folder = make_capture("a", {"cpu": (computed(layer="layers.1.q"),), "cpu@baseline": (WRONG,)})
+    found = compare([read_capture(folder)])
+    write_again = "consistency inputs --base base --out inputs.safetensors, and let the engine write part again"
+    findings = tuple(msgspec.structs.replace(one, next=write_again) for one in found.findings)
+    detail = findings_of(msgspec.structs.replace(found, findings=findings), "out")[0].detail
+    assert f"again: {write_again}" in detail
+    assert not any("bisect" in line for line in detail)
+
+
 def test_bytes_that_were_not_stored_are_bisected(make_capture: MakeCapture) -> None:
     lost = moved(held="b", stage="base", measure=None, word=words.DIFFERS)
     finding = shown(make_capture, lost, WRONG, right=(moved(stage="base"), computed(layer="layers.1.q")))

@@ -100,7 +100,7 @@ def test_json_has_bytes_and_null_for_what_is_unknown(budget: Budget) -> None:
         ("cuda:0", 17 * GIB),
     ]
     assert table["workers"][0]["stages"][0]["stage"] == "forward"
-    assert table["fit"] == {"sequences": None, "tokens": 4}
+    assert table["fit"] == {"sequences": None, "tokens": 4, "long_tokens": None}
     assert table["workers_at_a_time"] == 1
     assert table["not_checked"] == ["12 of 16 tokens of each, for lack of memory"]
     assert table["refusal"] is None

@@ -49,6 +49,9 @@ measurement of any device."""
 RESULTS_OF_BLOCK = 5
 """Results that are kept of each block: its output, and the outputs of its attention, MLP and two norms."""
 
+LONG_ROWS = 64
+"""Rows of the long text that are compared, at most: of a text of 4,099 tokens some 50."""
+
 LEAST_PASSES, MOST_PASSES = 3, 8
 """Noisy passes of each mode, at least and at most. Three show how one row of one pass varies; more are for tensors of a
 few rows, one less is enough for large models, whose rows are wide."""
@@ -101,6 +104,13 @@ class Setting:
     def positions(self) -> int:
         """Return the positions of all sequences."""
         return self.sequences * self.tokens
+
+    @property
+    def long_tokens(self) -> int:
+        """Return the positions of the long text; 0 where none is computed."""
+        longest = self.shape.positions or self.case.long_tokens
+        tokens = min(self.case.long_tokens, longest)
+        return tokens if tokens > self.case.tokens else 0
 
     @property
     def of_a_step(self) -> int:
@@ -161,11 +171,39 @@ def forward(setting: Setting) -> Cost:
         host_merge_bytes = max(host_merge_bytes, shape.largest_layer_elements * 3 * 8)
     pass_bytes = states * shape.width + rows * of_one_token(setting) * shape.width
     scores = float64_modes * rows * shape.blocks * shape.experts
+    host_bytes = (1 + noisy_passes) * states * shape.width + float64_result_bytes + host_merge_bytes
+    long = long_text(setting)
     return Cost(
-        host_bytes=(1 + noisy_passes) * states * shape.width + float64_result_bytes + host_merge_bytes,
-        device_bytes=pass_bytes + merge_bytes,
+        # the long text follows the passes over the short ones, whose results are still there
+        host_bytes=host_bytes + long.host_bytes,
+        device_bytes=max(pass_bytes, long.device_bytes) + merge_bytes,
         scratch_bytes=scores * SCORE_BYTES,
-        kept_bytes=float64_modes * states * 8 + scores * (8 + INDEX_BYTES),
+        kept_bytes=float64_modes * states * 8 + scores * (8 + INDEX_BYTES) + long.kept_bytes,
+    )
+
+
+def long_text(setting: Setting) -> Cost:
+    """Estimate the long text: some blocks on all of its tokens, and in some rows in float64 and with noise.
+
+    What enters the first block and leaves six, as of two kinds, is kept for the other workers. In memory is one block
+    at a time, with the scores of the sampled rows where attention is by its formula; a device has all logits.
+    """
+    tokens, shape = setting.long_tokens, setting.shape
+    if not tokens:
+        return Cost()
+    hidden, heads = shape.hidden or 0, shape.heads or 0
+    mask_bytes = tokens * tokens
+    pass_bytes = tokens * (shape.block_features + (shape.vocabulary or 0)) * shape.width + mask_bytes
+    given_bytes = tokens * 7 * hidden * shape.width
+    reference_bytes = 0
+    if setting.makes_reference:
+        sampled = LONG_ROWS * (shape.block_features + 2 * heads * tokens + (shape.vocabulary or 0))
+        reference_bytes = tokens * shape.block_features * 8 + sampled * 8 + float64_bytes(setting, LONG_ROWS)
+    host_pass_bytes = 0 if setting.on_device and not setting.makes_reference else pass_bytes
+    return Cost(
+        host_bytes=given_bytes + max(reference_bytes, host_pass_bytes),
+        device_bytes=pass_bytes,
+        kept_bytes=given_bytes if setting.makes_reference else 0,
     )
 
 

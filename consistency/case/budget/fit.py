@@ -1,7 +1,7 @@
 """Fit a case to the memory of its host and devices, before a worker starts.
 
-What is cut, in this order, because each costs more than the one before: sequences of one backward pass; tokens of each
-sequence; sequences; workers side by side. Fewer tokens and fewer sequences leave something unchecked,
+What is cut, in this order, because each costs more than the one before: the long text; tokens of each sequence;
+sequences; workers side by side. Fewer tokens and fewer sequences leave something unchecked,
 and the report says so. A base that does not fit its device is streamed through it, where `--placement` allows that.
 """
 
@@ -136,11 +136,15 @@ def _cuts(case: Case, shape: Shape) -> Iterator[Fit]:
     # Inputs from a file are run as they are, and stages without inputs take the same memory for any cut.
     if not set(CUT) & set(case.stages) or not case.makes_inputs:
         return
+    uncut = case.fit
+    if case.long_tokens:
+        uncut = msgspec.structs.replace(case.fit, long_tokens=0)
+        yield uncut
     sequences, tokens = shape.sequences or case.sequences(shape.matrix_elements), case.tokens
     for fewer in _halves(tokens, FEWEST_TOKENS):
-        yield msgspec.structs.replace(case.fit, tokens=fewer)
+        yield msgspec.structs.replace(uncut, tokens=fewer)
     for fewer in _halves(sequences, 1):
-        yield msgspec.structs.replace(case.fit, tokens=min(tokens, FEWEST_TOKENS), sequences=fewer)
+        yield msgspec.structs.replace(uncut, tokens=min(tokens, FEWEST_TOKENS), sequences=fewer)
 
 
 def _halves(count: int, least: int) -> Iterator[int]:
@@ -210,6 +214,8 @@ def _changes(case: Case, fitted: Case, workers: Sequence[WorkerEstimate], at_onc
     largest_wave = max(map(len, _waves(workers)))
     if at_once < largest_wave:
         yield f"{at_once} of {largest_wave} workers at a time"
+    if fitted.long_tokens < case.long_tokens:
+        yield f"forward: no text of {case.long_tokens} tokens"
     if fitted.tokens < case.tokens:
         yield f"forward and gradient: {fitted.tokens} of {case.tokens} tokens"
     if fitted.sequences() < case.sequences():

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from consistency.capture.names import SETTINGS_LAYER, WHOLE_MODEL
+from consistency.capture.names import SETTINGS_LAYER, WHERE, WHOLE_MODEL
 from consistency.capture.wording import and_more, listed, some
 from consistency.case import standard
 from consistency.case.load_path import is_alternative
@@ -199,6 +199,7 @@ def _explain(
         _load_path_reason(cause, group, on_load_paths, software=software),
         own_files,
         _about_depth(cause, group, tensors),
+        _about_long_text(group),
         _about_strict_tolerance(group),
     ]
     # the names that the model lacks are reported once: with the names that the file has instead
@@ -435,6 +436,14 @@ def _about_depth(cause: _Cause, group: _Group, tensors: Sequence[TensorCompariso
     if not all_have_numbers or base_depth == 0 or min(numbers) < base_depth:
         return ""
     return f"the adapter is for {max(numbers) + 1} layers, the base has {base_depth}"
+
+
+def _about_long_text(group: _Group) -> str:
+    """State in which tokens of the long text a result is wrong, where nothing else is."""
+    places = [row.evidence.get(WHERE) for row in group.samples]
+    if not all(places):
+        return ""
+    return str(places[0])
 
 
 _WHICH_FILE = "compare sha256sum of both files with where they came from; consistency diff A B names what differs"

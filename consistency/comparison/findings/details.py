@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from consistency.capture.names import WHERE
 from consistency.capture.soak import ChangedTensor
 from consistency.capture.wording import counted
 from consistency.case import standard
@@ -16,6 +17,7 @@ _EVIDENCE = {
     "length_bytes": "{} bytes long",
     "tf32_bound_ratio": "{}× the tolerance of TF32 products",
     "when": "when {}",
+    WHERE: "{}",
     "also": "could also be {}",
     "unit": "counted in {}: torch has no such dtype",
 }

@@ -196,6 +196,11 @@ def _workers_named(findings: Iterable[Finding]) -> dict[str, frozenset[str]]:
         workers = frozenset(finding.workers) or frozenset({""})
         for tensor in finding.tensors:
             by_tensor[tensor] = by_tensor.get(tensor, frozenset()) | workers
+        # a wrong copy shows on other workers too, on all that send over the same two devices
+        is_of_copies = any(tensor.startswith(f"{standard.TRANSFER}::") for tensor in finding.tensors)
+        for consequence in finding.consequences if is_of_copies else ():
+            for tensor in consequence.tensors:
+                by_tensor[tensor] = by_tensor.get(tensor, frozenset()) | frozenset(consequence.workers)
     return by_tensor
 
 

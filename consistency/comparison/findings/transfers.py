@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+
+import msgspec
 
 from consistency.capture.names import (
     CASTING,
@@ -25,7 +27,7 @@ from consistency.comparison.findings.details import describe
 from consistency.comparison.findings.evidence import ComparisonEvidence
 from consistency.comparison.findings.finder import Finder, Phase
 from consistency.comparison.outcomes import group_by_key, union_of_workers
-from consistency.comparison.result import BAD, Finding, Outcome, TensorComparison
+from consistency.comparison.result import BAD, Consequence, Finding, Outcome, TensorComparison
 from consistency.devices.host.facts import Gpu, HostFacts
 from consistency.devices.host.kernel_log import LOGGED
 from consistency.devices.host.pci import REDIRECTS
@@ -276,7 +278,46 @@ def find_transfers(evidence: ComparisonEvidence) -> Iterator[Finding]:
     for matrix in matrices(evidence.tensors):
         by_word = group_by_key((matrix.cells[pair].word, pair) for pair in matrix.wrong)
         for word, pairs in by_word.items():
-            yield _report(matrix, word, pairs, hosts.get(matrix.home))
+            finding = _report(matrix, word, pairs, hosts.get(matrix.home))
+            yield _with_moves(finding, evidence.tensors, {(matrix.home, pair) for pair in pairs})
+
+
+def _with_moves(finding: Finding, tensors: Sequence[TensorComparison], pairs: Set[tuple[str, Pair]]) -> Finding:
+    """Return a finding with what other stages saw change on the way between the same devices: it follows from it."""
+    moved: dict[str, list[tuple[TensorComparison, Outcome]]] = {}
+    for tensor in tensors:
+        for row in tensor.outcomes:
+            if _is_move_over(tensor, row, pairs):
+                moved.setdefault(tensor.stage, []).append((tensor, row))
+    consequences = []
+    for stage, rows in moved.items():
+        workers = tuple(sorted(union_of_workers(row.workers for _, row in rows), key=_by_number))
+        reasons_of_rows = list(dict.fromkeys(row.reason for _, row in rows if row.reason))
+        reason = f": {reasons_of_rows[0]}" if reasons_of_rows else ""
+        consequences.append(
+            Consequence(
+                stage=stage,
+                message=f"{stage} · {some(workers)} · {counted(len(rows), 'check')} of what is moved there{reason}",
+                workers=workers,
+                tensors=tuple(dict.fromkeys(tensor.name for tensor, _ in rows)),
+            )
+        )
+    caused_names = itertools.chain.from_iterable(consequence.tensors for consequence in consequences)
+    names = tuple(dict.fromkeys([*finding.tensors, *caused_names]))
+    return msgspec.structs.replace(finding, tensors=names, consequences=tuple(consequences))
+
+
+def _is_move_over(tensor: TensorComparison, row: Outcome, pairs: Set[tuple[str, Pair]]) -> bool:
+    """Return whether a row of another stage states a wrong move between two devices of these pairs, each with its home.
+
+    Such a row names both ends in its evidence, which may come from a stranger's capture.
+    """
+    if tensor.stage == standard.TRANSFER or row.status not in BAD:
+        return False
+    source, destination = row.evidence.get("from"), row.evidence.get("to")
+    if not isinstance(source, str) or not isinstance(destination, str):
+        return False
+    return any((home_of(worker), (source, destination)) in pairs for worker in row.workers)
 
 
 def _report(matrix: Matrix, word: Word, pairs: Sequence[Pair], host_facts: HostFacts | None) -> Finding:
@@ -368,9 +409,21 @@ def _describe(tensor: TensorComparison, row: Outcome) -> str:
     return " · ".join(parts)
 
 
-def without_transfers(_: ComparisonEvidence, tensors: Sequence[TensorComparison]) -> list[TensorComparison]:
-    """Return tensors without copies between devices."""
-    return [tensor for tensor in tensors if tensor.stage != standard.TRANSFER]
+def without_transfers(evidence: ComparisonEvidence, tensors: Sequence[TensorComparison]) -> list[TensorComparison]:
+    """Return tensors without copies between devices, and without moves that follow from wrong copies."""
+    pairs: set[tuple[str, Pair]] = set()
+    for matrix in matrices(evidence.tensors):
+        pairs.update((matrix.home, pair) for pair in matrix.wrong)
+    kept = []
+    for tensor in tensors:
+        if tensor.stage == standard.TRANSFER:
+            continue
+        if pairs and any(_is_move_over(tensor, row, pairs) for row in tensor.outcomes):
+            outcomes = tuple(row for row in tensor.outcomes if not _is_move_over(tensor, row, pairs))
+            tensor = msgspec.structs.replace(tensor, outcomes=outcomes)
+        if tensor.outcomes:
+            kept.append(tensor)
+    return kept
 
 
 FINDERS = (

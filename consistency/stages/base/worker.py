@@ -2,13 +2,16 @@
 
 Bytes were only moved, so nothing may differ from the file, read on the CPU and cast once to the dtype in the model.
 Tensors that no file holds have another reference: a table that the model computes when it is built (rotary frequencies)
-is compared with the same computation in float64; everything else with the reference worker.
+is compared with the same computation in float64, and may be off by what the model's own class is, run on the CPU;
+everything else with the reference worker.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -21,7 +24,8 @@ from consistency.numerics.error import measure_against_exact
 from consistency.numerics.exact import in_float64
 from consistency.numerics.measure import Measure
 from consistency.numerics.not_finite import count_not_finite
-from consistency.numerics.rules import RoundingError, Rule
+from consistency.numerics.rules import RoundingError, Rule, judge_relative
+from consistency.numerics.words import Word
 from consistency.worker.context import Context
 from consistency.worker.judging import quantized_base
 
@@ -29,7 +33,7 @@ from consistency.worker.judging import quantized_base
 def run(context: Context) -> None:
     """Record every tensor of the base, and note the digests of all."""
     base, record = context.base, context.record
-    exact_tables = _exact_tables(base.model)
+    tables = _tables(base.model)
     parameters = {name for name, _ in base.model.named_parameters()}  # a buffer may hold infinities, as masks do
     wanted = {name for name in base.tensors if record.wants("base", split_name(name)[0])}
     for done, (name, tensor) in enumerate(base.on_device(wanted)):
@@ -38,7 +42,7 @@ def run(context: Context) -> None:
         # of a base that stayed loaded, a tensor with the digest of its file is not read once more
         expected = tensor if actual_digest == digest_in_file else base.expected(name)
         if expected is None:
-            _record_computed(context, name, tensor, actual_digest, exact_tables.get(name))
+            _record_computed(context, name, tensor, actual_digest, tables.get(name))
         else:
             base.in_file[name] = digest_in_file or digest(expected)
             if context.job.makes_reference and name in parameters and name not in base.not_finite:
@@ -68,20 +72,41 @@ def _record_moved(
     context.record.moved(row, actual=tensor, expected=expected, digests=(actual_digest, base.in_file[name]))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Table:
+    """A table that a model computes when it is built, made once more on the CPU from the config alone.
+
+    Attributes
+    ----------
+    exact : torch.Tensor
+        In float64.
+    made : torch.Tensor
+        By the model's own class, in the dtype that it has for the dtype of the model.
+    """
+
+    exact: torch.Tensor
+    made: torch.Tensor
+
+
 def _record_computed(
-    context: Context, name: str, tensor: torch.Tensor, actual_digest: TensorDigest, exact_table: torch.Tensor | None
+    context: Context, name: str, tensor: torch.Tensor, actual_digest: TensorDigest, table: _Table | None
 ) -> None:
-    """Record a tensor that no file holds, against its table in float64 where there is one."""
+    """Record a tensor that no file holds, against its table in float64 where there is one.
+
+    The error that is allowed is that of the table that the class makes on the CPU, in the dtype that it makes it in: a
+    table that was cast with the rest of a model is wrong on every worker alike.
+    """
     layer, part = split_name(name)
     evidence = _evidence(context, name, "initialised by transformers")
     host = tensor.detach().to("cpu")
-    measure = None
-    if exact_table is not None and tensor.dtype in UNIT_ROUNDOFF and exact_table.shape == tensor.shape:
-        measure = measure_against_exact(host, exact_table)
-    rounding = None
-    # the error that rounding makes is measured on the CPU, for the workers of all devices
-    if measure is not None and context.device.type == "cpu":
-        rounding = _rounding_error_of_table(measure)
+    measure, rounding, word, dtype = None, None, None, ""
+    if table is not None and tensor.dtype in UNIT_ROUNDOFF and table.exact.shape == tensor.shape:
+        measure = measure_against_exact(host, table.exact)
+        rounding = _rounding_error_of_table(measure_against_exact(table.made, table.exact))
+        dtype = name_of(table.made.dtype)
+        if judge_relative(measure, dtype, rounding).status == "outside":
+            word = _word_of_table(host, table.made)
+            evidence["table"] = f"{name_of(tensor.dtype)} here, {dtype} where its class makes it"
     is_buffer = name not in context.base.persistent
     if is_buffer:
         evidence["buffer"] = "not in the state dict"
@@ -91,12 +116,22 @@ def _record_computed(
         part,
         rule=Rule.RELATIVE,
         status="measured",
+        dtype=dtype,
+        word=word,
         rounding=rounding,
         blob=context.record.keep_small(tensor),
         buffer=is_buffer,
         evidence=evidence,
     )
     context.record.computed(row, host, digests=[actual_digest], measure=measure)
+
+
+def _word_of_table(actual: torch.Tensor, made: torch.Tensor) -> Word | None:
+    """Return the half type through which a table was rounded; None of any other difference."""
+    for word, dtype in ((words.ROUNDED_TO_BF16, torch.bfloat16), (words.ROUNDED_TO_FP16, torch.float16)):
+        if torch.equal(actual.to(torch.float64), made.to(dtype).to(torch.float64)):
+            return word
+    return None
 
 
 def _evidence(context: Context, name: str, origin: str) -> dict[str, str]:
@@ -134,12 +169,13 @@ def look_again(context: Context, changed: Mapping[str, TensorDigest]) -> None:
         record.computed(row, tensor, digests=[changed[name]])
 
 
-def _exact_tables(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the tables of modules that hold nothing else, built again in float64 on the CPU, by name.
+def _tables(model: torch.nn.Module) -> dict[str, _Table]:
+    """Return the tables of modules that hold nothing else, made once more on the CPU, by name.
 
     transformers' rotary embeddings are such modules: made from the config alone, their buffers in no state dict.
     """
-    tables: dict[str, torch.Tensor] = {}
+    tables: dict[str, _Table] = {}
+    dtype = next((parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()), torch.float32)
     for name, module in model.named_modules():
         buffers = dict(module.named_buffers(recurse=False))
         config = getattr(module, "config", None)
@@ -149,11 +185,21 @@ def _exact_tables(model: torch.nn.Module) -> dict[str, torch.Tensor]:
         if "config" not in inspect.signature(type(module).__init__).parameters:
             continue
         try:
-            twin = in_float64(type(module), config=config)
+            exact = in_float64(type(module), config=config)
+            made = _made(type(module), config, dtype)
         except (TypeError, ValueError, RuntimeError, AttributeError, KeyError):
             continue  # it needs more than its config: the reference worker is the reference
-        for part, table in twin.named_buffers(recurse=False):
-            if table.dtype == torch.float64 and table.device.type == "cpu":
+        made_tables = dict(made.named_buffers(recurse=False))
+        for part, table in exact.named_buffers(recurse=False):
+            if table.dtype == torch.float64 and table.device.type == "cpu" and part in made_tables:
                 path = f"{name}.{part}" if name else part
-                tables[path] = table
+                tables[path] = _Table(exact=table, made=made_tables[part])
     return tables
+
+
+def _made(kind: type[torch.nn.Module], config: Any, dtype: torch.dtype) -> torch.nn.Module:
+    """Return a module as transformers makes it on the CPU for a model of a dtype."""
+    from transformers.modeling_utils import local_torch_dtype
+
+    with torch.no_grad(), torch.device("cpu"), local_torch_dtype(dtype):
+        return kind(config=config)

@@ -12,6 +12,10 @@ MERGING = "merged, float64"
 """Title of the passes that measure what merging does to the outputs, from end to end."""
 
 
+LONG_TEXT = "long text"
+"""Title of the passes over the long text: that of the device, and those of the reference in some rows."""
+
+
 def whole(mode: str) -> str:
     """Return the title of the device's pass from end to end."""
     return mode
@@ -55,6 +59,8 @@ def _passes(setting: Setting) -> Iterator[Pass]:
                 yield Pass(title=exact(mode), blocks=shape.blocks, weight=2.0)
             if mode in block_modes:
                 yield Pass(title=noise(mode), count=LEAST_PASSES, blocks=shape.blocks)
+    if setting.long_tokens and setting.makes_reference:
+        yield Pass(title=LONG_TEXT)
     yield from (Pass(title=by_blocks(mode), blocks=shape.blocks) for mode in block_modes)
     if setting.makes_reference and ADAPTER_MERGED in modes and len(block_modes) > 1:
         yield Pass(title=MERGING, count=4)

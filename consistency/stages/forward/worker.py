@@ -43,7 +43,9 @@ from consistency.numerics.file_tensor import mapped
 from consistency.numerics.rounded_products import RoundedProducts
 from consistency.numerics.rules import Rule
 from consistency.stages.forward import passes as titles
+from consistency.stages.forward.long_text import judge_long_text, make_long_reference
 from consistency.stages.forward.merge_effect import record_merge_effect
+from consistency.stages.forward.wide_products import PRODUCTS, record_narrow_products
 from consistency.worker import cpu_error
 from consistency.worker.attention_kernels import AttentionKernels
 from consistency.worker.context import Context, inputs_fit
@@ -63,6 +65,7 @@ from consistency.worker.judging.block_rule import (
     rows_of,
     spreads,
 )
+from consistency.worker.judging.long_text import long_mode, long_text
 from consistency.worker.judging.outputs import ForwardOutputs, OutputJudge
 from consistency.worker.model import half_kernels
 from consistency.worker.model.block_pass import (
@@ -89,6 +92,7 @@ from consistency.worker.model.running import (
     refusal,
     tokens_of,
 )
+from consistency.worker.product_types import product_types
 from consistency.worker.protocol import DECISIONS_FILE, REFERENCE_FILE
 from consistency.worker.quantized.exact import exact_layers
 from consistency.worker.recorder import Skip
@@ -232,6 +236,23 @@ def _judge_all(context: Context, inputs: Activations, ends: dict[str, Activation
             with context.events.passes(title), context.record.skipping("forward", mode):
                 context.events.step(title, 0, 1)
                 _judge_blocks(context, inputs, mode, reference)
+    _judge_long_text(context, reference)
+    if ends:
+        with context.record.skipping("forward", PRODUCTS):
+            record_narrow_products(context, inputs, reference)
+
+
+def _judge_long_text(context: Context, reference: Reference) -> None:
+    """Judge the long text in the first mode; record why there is none, where the case asks for one."""
+    mode = _modes(context)[0]
+    long = long_mode(mode)
+    text, reason = long_text(context)
+    reason = reason or reference.tables.failures.get(long, "")
+    if reason:
+        context.record.fact(standard.FORWARD, WHOLE_MODEL, long, status="skipped", reason=f"no long text: {reason}")
+    elif text is not None:
+        with context.record.skipping(standard.FORWARD, long):
+            judge_long_text(context, text, mode, reference)
 
 
 def results_of(model: torch.nn.Module, inputs: Activations, given: Given, began: BlockBegan = no_listener) -> Results:
@@ -375,7 +396,7 @@ def _in_mode_or_skip(context: Context, inputs: Activations, mode: str, run: Call
             raise KernelAssertedError(asserted(inputs, context.device, error)) from error
         if not is_of_the_model(error, model):
             raise
-        raise Skip(refusal(context.job.case, error)) from error
+        raise Skip(refusal(context.job.case, error, model)) from error
 
 
 def _record_ends(
@@ -452,21 +473,55 @@ def _make_reference(context: Context, model: torch.nn.Module, inputs: Activation
                 {f"{mode}::{name}": spread for name, spread in spreads_by_name.items()}
             )
     exact.track.publish()
+    _add_long_text(context, model, modes[0], exact, spreads_by_title)
     tensors = {
         **exact.results,
         **named_factors(spreads_by_title),
         **exact.given,
         **{f"{END_TO_END}::{name}": value for name, value in exact.ends.items()},
     }
+    with model_code(model):
+        types = product_types(model, inputs)
     tables = Tables(
         failures=exact.failures,
         names=tuple(tensors),
+        product_types=types,
         limits=limits_of(spreads_by_title),
     )
     # a soak reads it from the file again; where nobody does, none is written
     if context.job.others_wait or case.soak_s is not None or _is_read_by_another_stage(case.stages):
         publish(context.scratch, tensors, tables)
     return exact, Reference(path=context.scratch / REFERENCE_FILE, tables=tables, in_memory=tensors)
+
+
+def _add_long_text(
+    context: Context,
+    model: torch.nn.Module,
+    mode: str,
+    exact: Exact,
+    spreads_by_title: dict[str, dict[str, Spread]],
+) -> None:
+    """Add the long text in a mode to the exact results, to the block inputs, and to the spreads of rounding errors."""
+    text, _ = long_text(context)
+    if text is None or mode in exact.failures:
+        return
+    long = long_mode(mode)
+    try:
+        with context.events.passes(titles.LONG_TEXT):
+            context.events.step(titles.LONG_TEXT, 0, 1)
+            made = make_long_reference(context, model, text)
+    except Skip as skip:
+        exact.failures[long] = str(skip)
+        return
+    drawn: PassReaders = {}
+    for title, noisy_passes in made.drawn.items():
+        drawn[title] = [results.get for results in noisy_passes]
+    for title, spreads_by_name in spreads(drawn, made.exact).items():
+        spreads_by_title.setdefault(title, {}).update(
+            {f"{long}::{name}": spread for name, spread in spreads_by_name.items()}
+        )
+    exact.results.update({f"{long}::{name}": result for name, result in made.exact.items()})
+    exact.given.update({given_name(long, name): value for name, value in made.given.items()})
 
 
 def _compute_mode(

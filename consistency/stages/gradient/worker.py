@@ -257,7 +257,7 @@ def _make_reference(context: Context, backward: Backward) -> Reference:
 def _refusal(context: Context, backward: Backward, error: Exception) -> str:
     """Return why a backward pass failed: the model does not run on the inputs, or it has no backward pass."""
     try:
-        with model_code(backward.model, says=functools.partial(refusal, context.job.case)):
+        with model_code(backward.model, says=lambda cause: refusal(context.job.case, cause, backward.model)):
             activations(backward.model, backward.inputs)
     except Skip as refused:
         return str(refused)

@@ -8,6 +8,7 @@ import torch
 
 from consistency.case import standard
 from consistency.stages.operators import worker as of_operators
+from consistency.stages.operators.model_shapes import operations_of
 from consistency.stages.operators.table import Operation, operations
 from consistency.worker.context import Machine
 from consistency.worker.ledger import Again, Ledger
@@ -46,7 +47,8 @@ def operators(context: Machine, ledger: Ledger) -> Again:
 
 def _recorded_operations(context: Machine, ledger: Ledger) -> Iterator[tuple[Operation, str]]:
     """Yield the operations that the stage has recorded, in each dtype."""
-    for operation in operations(context.job.case.level):
+    case = context.job.case
+    for operation in (*operations(case.level), *operations_of(case)):
         for dtype in operation.dtypes:
             if ledger.knows((standard.OPERATORS, operation.name, operation.row(dtype))):
                 yield operation, dtype

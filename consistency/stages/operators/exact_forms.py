@@ -140,11 +140,21 @@ def attention(q: Tracked, k: Tracked, v: Tracked) -> Tracked:
     That kernel keeps half types in float32 where reductions may not lose digits; others do not, and where they store
     the scores a bound is some tenths of the result in bfloat16, some hundredths in float16.
     """
-    length, width = q.value.shape[-2:]
+    length = q.value.shape[-2]
+    return _attention(q, k, v, np.tri(length, dtype=bool))
+
+
+def attention_to_all(q: Tracked, k: Tracked, v: Tracked) -> Tracked:
+    """Attend to all keys, in the steps of `attention`."""
+    return _attention(q, k, v, np.ones((q.value.shape[-2], k.value.shape[-2]), dtype=bool))
+
+
+def _attention(q: Tracked, k: Tracked, v: Tracked, is_attended: np.ndarray) -> Tracked:
+    """Attend to the keys of a mask, `(queries, keys)`."""
+    width = q.value.shape[-1]
     root = q.by.constant(width**-0.25)
     keys = (k * root).store().moved(lambda x: np.swapaxes(x, -1, -2))
     scores = (q * root).store().matmul(keys).store()
-    is_attended = np.tri(length, dtype=bool)
 
     def masked(tracked: Tracked) -> Tracked:
         return tracked.moved(lambda x: np.where(is_attended, x, 0.0))

@@ -134,6 +134,28 @@ def _matmul(rows: int, terms: int, columns: int, *, positive: bool = False, **op
     )
 
 
+def attention(
+    batch: int, heads: int, queries: int, width: int, *, keys: int | None = None, **options: Any
+) -> Operation:
+    """Return causal attention, or with `keys` that of queries which see them all, as a decoding step does.
+
+    Values are of one sign: there a bound is small compared with the result, however many keys there are.
+    """
+    own = (batch, heads, queries, width)
+    others = own if keys is None else (batch, heads, keys, width)
+
+    def draw(generator: np.random.Generator) -> Arrays:
+        values = generator.uniform(0.25, 1, others)
+        return generator.standard_normal(own), generator.standard_normal(others), values
+
+    def compute(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return nn.scaled_dot_product_attention(q, k, v, is_causal=keys is None)
+
+    exact = exact_forms.attention if keys is None else exact_forms.attention_to_all
+    size = "x".join(map(str, own)) + (" causal" if keys is None else f" with {keys} keys")
+    return Operation("attention", size, draw, compute, exact, multiplies=True, **options)
+
+
 def _elementwise(
     name: str,
     compute: Callable[..., torch.Tensor],
@@ -175,6 +197,10 @@ def _ids(g: np.random.Generator) -> Arrays:
 
 def _logits(g: np.random.Generator) -> Arrays:
     return 3 * g.standard_normal((32, 211)), g.integers(0, 211, 32)
+
+
+def _every_second(values: np.ndarray) -> np.ndarray:
+    return values[:, ::2]
 
 
 _OPERATIONS: tuple[Operation, ...] = (
@@ -253,6 +279,27 @@ _OPERATIONS: tuple[Operation, ...] = (
         "attention", "2x4x24x64 causal", _normal(*[(2, 4, 24, 64)] * 3),
         functools.partial(nn.scaled_dot_product_attention, is_causal=True), exact_forms.attention, multiplies=True,
     ),
+    # operands that are not contiguous: kernels read these by strides, or copy them first
+    Operation(
+        "matmul", "17x33x29 transposed", _normal((33, 17), (29, 33)), lambda a, b: torch.matmul(a.T, b.T),
+        lambda a, b: a.moved(np.transpose).matmul(b.moved(np.transpose)).store(), dtypes=WITH_FLOAT64, multiplies=True,
+    ),
+    Operation(
+        "linear", "32x96x80 strided", _normal((32, 192), (80, 192), (80,)),
+        lambda x, weight, bias: nn.linear(x[:, ::2], weight[:, ::2], bias),
+        lambda x, weight, bias: exact_forms.linear(x.moved(_every_second), weight.moved(_every_second), bias),
+        multiplies=True,
+    ),
+    Operation(
+        "softmax", "16x257 transposed", _normal((257, 16), scale=3), lambda x: nn.softmax(x.T, dim=-1),
+        lambda x: exact_forms.softmax(x.moved(np.transpose)).store(),
+    ),
+    Operation(
+        "exp", "64x32 strided", _between(-9, 9, (64, 64)), lambda x: torch.exp(x[:, ::2]),
+        lambda x: x.moved(_every_second).exp().store(),
+    ),
+    attention(1, 4, 1, 64, keys=515),
+    attention(9, 2, 7, 128),
     Operation("rotary", "2x32x32", _draw_rotary, _rotary, exact_forms.rotate),
     Operation(
         "adamw", "1024", _draw_adamw, _adamw, functools.partial(adamw.exact_step, steps=_STEPS), dtypes=FLOAT32

@@ -22,6 +22,7 @@ from consistency.numerics.dtype import name_of, named
 from consistency.numerics.measure import Measure
 from consistency.numerics.precision import Precision
 from consistency.numerics.running_error import Arithmetic, Tracked, measure_tracked
+from consistency.stages.operators.model_shapes import operations_of
 from consistency.stages.operators.table import Operation, operations
 from consistency.worker.attention_kernels import AttentionKernels
 from consistency.worker.context import Machine
@@ -62,16 +63,17 @@ class Trials:
 
 
 def run(context: Machine) -> None:
-    """Record every operation of the level in every dtype."""
+    """Record every operation of the level, and those of the model at its shapes."""
     job = context.job
     permitted = products_of(context.device)
     trials = Trials(device=context.device, products=permitted, level=job.case.level, repeat=job.case.repeat)
-    try_all(trials, context.record, context.events)
+    try_all(trials, context.record, context.events, of_model=operations_of(job.case))
 
 
-def try_all(trials: Trials, record: Recorder, events: EventLog) -> None:
-    """Record every operation of the level in every dtype."""
-    wanted = [operation for operation in operations(trials.level) if record.wants(_STAGE, operation.name)]
+def try_all(trials: Trials, record: Recorder, events: EventLog, *, of_model: Sequence[Operation] = ()) -> None:
+    """Record every operation of the level, and those of the model, in every dtype."""
+    all_operations = (*operations(trials.level), *of_model)
+    wanted = [operation for operation in all_operations if record.wants(_STAGE, operation.name)]
     missing: dict[str, str] = {}
     for done, operation in enumerate(wanted):
         events.step(f"{operation.name} {operation.size}", done, len(wanted))

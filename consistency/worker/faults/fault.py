@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass
 
 from consistency.case.load_path import LoadPath
-from consistency.case.stage import Stage
+from consistency.case.stage import Level, Stage
 
 
 class Need(enum.Enum):
@@ -77,6 +77,8 @@ class Fault:
     """Whether the finding is a note, which reports no error."""
     one_layer: bool = False
     """Whether one merged layer is enough to check."""
+    level: Level | None = None
+    """The level whose sizes show it, where those of the run do not."""
     steps: int | None = None
     """Steps of a training, where fewer than usual show it."""
     needs: tuple[Need, ...] = ()

@@ -37,6 +37,8 @@ class Tables(msgspec.Struct, frozen=True, kw_only=True):
     """The reason why a mode has no exact tensors, by mode."""
     names: tuple[str, ...]
     """Names of the exact tensors."""
+    product_types: dict[str, str] = {}
+    """The narrowest dtype in which a module multiplies on the CPU, by its name: see `product_types`."""
     limits: dict[str, dict[str, ErrorLimits]] = {}
     """Limits of rounding errors, by the name of the products (`consistency.worker.cpu_error`), then by tensor."""
 

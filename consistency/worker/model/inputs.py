@@ -27,6 +27,9 @@ from consistency.worker.model.running import matrix_elements
 SEED = 2520
 """Seed of the values that are made from a config."""
 
+_OFF_A_TILE = 3
+"""Tokens by which a text is shorter than a model's window, so that its last tile is not whole."""
+
 TEXT = Path(__file__).with_name("inputs_text.txt")
 """Prose in several languages, code, JSON and arithmetic: as many paragraphs as the largest level has sequences."""
 
@@ -56,7 +59,7 @@ def sourced_inputs(case: Case, model: torch.nn.Module) -> tuple[dict[str, torch.
     rows: npt.NDArray[np.int64] | None = None
     why_no_text = "the model takes no token ids"
     if takes_ids:
-        rows, why_no_text = _text_ids(case, model, sequences)
+        rows, why_no_text = _text_ids(case, model, sequences, case.tokens)
     if inputs is not None and rows is not None:
         source = "text" if case.inputs is None else "the text in --inputs"
         return _with_text(inputs, rows, model), "", source
@@ -64,6 +67,30 @@ def sourced_inputs(case: Case, model: torch.nn.Module) -> tuple[dict[str, torch.
         return None, reason or f"the text in --inputs cannot be used: {why_no_text}", ""
     source = f"random token ids: {why_no_text}" if takes_ids else ""
     return inputs, reason, source
+
+
+def long_input(case: Case, model: torch.nn.Module) -> tuple[dict[str, torch.Tensor] | None, str]:
+    """Return one text as long as the level has, up to the model's window, or None and why there is none.
+
+    The reason is empty where the case asks for none, and where the text would be no longer than the short ones.
+    """
+    if not case.long_tokens:
+        return None, ""
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        return None, "the model has an encoder and a decoder"
+    inputs, reason = made_inputs(model, sequences=1, tokens=1)
+    if inputs is None or set(inputs) != {"input_ids", "attention_mask"}:
+        return None, reason or "the model does not read token ids alone"
+    longest = getattr(text_config(model), "max_position_embeddings", None)
+    tokens = case.long_tokens
+    if isinstance(longest, int) and longest < tokens:
+        tokens = longest - _OFF_A_TILE
+    if tokens <= case.tokens:
+        return None, ""
+    inputs, reason = made_inputs(model, sequences=1, tokens=tokens)
+    assert inputs is not None, reason
+    rows, _ = _text_ids(case, model, 1, tokens)
+    return inputs if rows is None else _with_text(inputs, rows, model), ""
 
 
 def made_inputs(model: torch.nn.Module, *, sequences: int, tokens: int) -> tuple[dict[str, torch.Tensor] | None, str]:
@@ -111,11 +138,13 @@ def _takes_one(model: torch.nn.Module) -> bool:
     return is_classifier and getattr(text_config(model), "pad_token_id", None) is None
 
 
-def _text_ids(case: Case, model: torch.nn.Module, sequences: int) -> tuple[npt.NDArray[np.int64] | None, str]:
+def _text_ids(
+    case: Case, model: torch.nn.Module, sequences: int, tokens: int
+) -> tuple[npt.NDArray[np.int64] | None, str]:
     """Return the ids of a text, `(sequences, tokens)`, or None and the reason why the model cannot read one."""
     if case.factory is not None or not has_tokenizer(Path(case.base)):
         return None, "the base has no tokenizer"
-    rows, reason = _encoded(case.base, case.inputs, sequences, case.tokens)
+    rows, reason = _encoded(case.base, case.inputs, sequences, tokens)
     tables = Tables.of(model)
     limit = min(filter(None, (tables.vocabulary, tables.embedding_rows)), default=0)
     # ids of a user's own text that are too large are a finding, so they are kept

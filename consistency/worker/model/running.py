@@ -126,7 +126,21 @@ def _is_out_of_reach(error: Exception) -> bool:
     return isinstance(error, RuntimeError | NotImplementedError) and "meta" in str(error)
 
 
-def refusal(case: Case, error: Exception) -> str:
+def _is_unimplemented(error: Exception) -> bool:
+    """Report whether an error says that there is no such operation on this device, or not in this dtype."""
+    return isinstance(error, NotImplementedError) or "not implemented for" in str(error)
+
+
+def _module_of(error: Exception, model: torch.nn.Module) -> str:
+    """Return the name in the base of the innermost module that was running when an error was raised; empty of none."""
+    names = {id(module): name for name, module in base_of(model).named_modules()}
+    innermost = ""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        innermost = names.get(id(frame.f_locals.get("self")), innermost)
+    return innermost
+
+
+def refusal(case: Case, error: Exception, model: torch.nn.Module) -> str:
     """Return the reason why the model does not run on the inputs.
 
     Raises
@@ -136,6 +150,10 @@ def refusal(case: Case, error: Exception) -> str:
     """
     if _is_out_of_reach(error):
         return f"the model reads weights that accelerate's hooks do not bring to the device: {first_line(error)}"
+    if _is_unimplemented(error):
+        module = _module_of(error, model)
+        where = f"an operation of {module}" if module else "an operation of the model"
+        return f"{where} is not implemented on {device_of(model)}: {first_line(error)}"
     if case.inputs is not None:
         raise InputError("the model does not run on these inputs", where=case.inputs, got=first_line(error)) from error
     if _is_of_replaced_layer(error):

@@ -10,8 +10,10 @@ import pytest
 from consistency.case import standard
 from consistency.case.budget.costs import (
     RESULTS_OF_BLOCK,
+    Cost,
     Setting,
     cost_of,
+    long_text,
 )
 from consistency.case.budget.shape import Shape
 from consistency.case.case import Case, Fit
@@ -90,8 +92,19 @@ def test_exact_results_of_blocks_stay(shape: Shape, modes: int) -> None:
     found = functools.partial(cost_of, standard.FORWARD)(setting(shape=shape))
     rows = setting(shape=shape).positions
     of_one = rows * ((RESULTS_OF_BLOCK * shape.blocks + 1) * (shape.hidden or 0) + (shape.vocabulary or 0)) * 8
-    assert found.kept_bytes == modes * of_one
+    assert found.kept_bytes == modes * of_one + long_text(setting(shape=shape)).kept_bytes
     assert functools.partial(cost_of, standard.FORWARD)(setting(makes_reference=False)).kept_bytes == 0
+
+
+def test_a_long_text_takes_three_blocks_and_keeps_what_enters_and_leaves_them() -> None:
+    found, other = long_text(setting()), long_text(setting(makes_reference=False))
+    assert found.kept_bytes == 7 * 515 * (LARGE.hidden or 0) * LARGE.width
+    assert other.kept_bytes == 0
+    assert found.host_bytes > other.host_bytes > 0
+    without = setting(case=Case(name="x", base="b", adapter="a", fit=Fit(long_tokens=0)))
+    assert long_text(without) == Cost()
+    assert long_text(setting(shape=dataclasses.replace(SMALL, positions=200))).kept_bytes < found.kept_bytes
+    assert not setting(shape=dataclasses.replace(SMALL, positions=16)).long_tokens, "it would be no longer"
 
 
 def test_a_merge_in_float64_takes_three_arrays_of_the_largest_layer() -> None:

@@ -123,8 +123,8 @@ def test_a_forward_pass_is_judged_by_what_is_given(found_in: dict[str, Compariso
     statuses = {(t.layer == "logits", row.status) for t, row in rows}
     assert statuses == {(True, "outside"), (False, "within")}
     assert [n.message.partition(": ")[2] for n in notes(found)] == [
-        "6 tensors judged by it instead of the derived bound",
-        "69 tensors judged by it instead of the derived bound",
+        "7 tensors judged by it instead of the derived bound",
+        "87 tensors judged by it instead of the derived bound",
         "matched no tensor that was checked",
     ]
 

@@ -18,6 +18,7 @@ from consistency.comparison.findings.host import advise, as_table
 from consistency.comparison.findings.transfers import home_of, matrices
 from consistency.comparison.result import Comparison, Finding
 from consistency.devices.host import Gpu, HostFacts, Link
+from consistency.numerics import words
 from consistency.report.console import make_console
 from consistency.report.terminal import print_doctor
 from tests.comparison.made_transfers import ALL, CASE, DEVICES, TWO, compared, copies, workers
@@ -73,6 +74,32 @@ def test_a_chain_that_leads_over_a_wrong_pair_is_no_fault_of_its_own(make_captur
     assert (error.kind, error.workers) == ("stale", ("cuda:1",))
     assert "copies cuda:2→cuda:1 deliver the bytes of an earlier copy, but only when staged " in error.message
     assert "but only when staged through the host" in error.message
+
+
+@pytest.mark.parametrize("moves_over", [("cuda:0", "cuda:1"), ("cuda:1", "cuda:0")])
+def test_what_changes_on_the_way_between_the_same_devices_follows_from_the_copies(
+    make_capture: MakeCapture, moves_over: tuple[str, str]
+) -> None:
+    """A split model was accused once more, on every worker that sends over the wrong pair."""
+    source, destination = moves_over
+    move = TensorRecord(
+        rule="limit", status="outside", stage="sharding", layer="auto", tensor="on the way",
+        word=words.IDS_CHANGED, evidence={"from": source, "to": destination}, reason="ids changed during transfer",
+    )  # fmt: skip
+    records = workers({("cuda:0", "cuda:1"): ALL})
+    records["cuda:2"].append(move)
+    info = {name: {"load_path": "shared", "stages_done": ("transfer", "sharding")} for name in DEVICES}
+    case = {**CASE, "stages": ("transfer", "sharding")}
+    found = errors(compare([read_capture(make_capture("a", records, info=info, case=case))]))
+    transfer = next(one for one in found if one.message.startswith("transfer"))
+    if moves_over == ("cuda:0", "cuda:1"):
+        assert found == [transfer]
+        (follows,) = transfer.consequences
+        assert (follows.stage, follows.workers) == ("sharding", ("cuda:2",))
+        assert follows.message.endswith("1 check of what is moved there: ids changed during transfer")
+    else:  # copies the other way are fine, so this is another fault
+        assert not transfer.consequences
+        assert [one.workers for one in found if one is not transfer] == [("cuda:2",)]
 
 
 def test_copies_that_fail_beside_work_alone(make_capture: MakeCapture) -> None:

@@ -80,7 +80,9 @@ NOT_IN_TWO = {Need.QUANTIZED, Need.THREE_RANKS}
 
 HERE = [f for f in FAULTS.values() if not f.accelerators and not NOT_IN_TWO & {*f.needs}]
 OF_A_GROUP = {f.name for f in HERE if Need.RANKS in f.needs}  # in tests/worker/stages/collectives
-WRONG = [f for f in HERE if f.name not in {*LOST, *OTHERS, *OF_A_GROUP}]
+OF_SHAPES = {f.name for f in HERE if "planted_shapes" in f.plant}
+"""In this process the kernels that make the passes with noise are wrong too: tests/stages/forward/test_long_text.py."""
+WRONG = [f for f in HERE if f.name not in {*LOST, *OTHERS, *OF_A_GROUP, *OF_SHAPES}]
 LONG = {
     name for stage in (ADAPTERS, TRAJECTORY, GENERATION) for name in [f.name for f in WRONG if f.stages[0] is stage][2:]
 }

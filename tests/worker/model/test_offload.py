@@ -146,4 +146,6 @@ def test_weights_that_no_hook_brings_are_the_models_matter(llama: Path) -> None:
     with pytest.raises((RuntimeError, NotImplementedError)) as failed:
         activations(model, INPUTS)
     assert is_of_the_model(failed.value, model)
-    assert refusal(case_of(llama, None), failed.value).startswith("the model reads weights that accelerate's hooks do")
+    assert refusal(case_of(llama, None), failed.value, model).startswith(
+        "the model reads weights that accelerate's hooks do"
+    )

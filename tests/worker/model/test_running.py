@@ -173,8 +173,24 @@ def reason_of(call: Callable[[], object]) -> str:
     try:
         call()
     except Exception as error:
-        return refusal(Case(name="x", base="b"), error)
+        return refusal(Case(name="x", base="b"), error, torch.nn.Linear(2, 2))
     raise AssertionError
+
+
+class Lacking(torch.nn.Module):
+    def forward(self, _: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError("silu is not implemented for this device")
+
+
+def test_an_operation_that_a_device_lacks_is_named_by_its_module() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Sequential(Lacking()))
+    with pytest.raises(NotImplementedError) as failed:
+        model(torch.ones(1, 2))
+    said = "an operation of 1.0 is not implemented on cpu: NotImplementedError: silu is not implemented for this device"
+    for inputs in (None, "inputs.txt"):  # the user's inputs are not to blame
+        assert refusal(Case(name="x", base="b", inputs=inputs), failed.value, model) == said
+    error = RuntimeError("\"gelu_kernel\" not implemented for 'Half'")
+    assert refusal(Case(name="x", base="b"), error, model).startswith("an operation of the model is not implemented")
 
 
 def test_an_error_of_pefts_own_code_is_called_that() -> None:

@@ -303,6 +303,7 @@ def _trial_options(
         base=fault.base or options.base,
         devices=tuple(info.spec.name for info in devices),
         stages=fault.stages,
+        level=fault.level or options.level,
         repeat=fault.repeat,
         steps=fault.steps,
         soak=fault.soak_s,

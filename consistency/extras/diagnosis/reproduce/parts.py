@@ -14,6 +14,7 @@ from consistency.case.load_path import LoadPath
 from consistency.devices.spec import parse_device
 from consistency.errors import CaptureError, first_line
 from consistency.extras.diagnosis.reproduce.evidence import Evidence
+from consistency.numerics.rules import judge_relative
 from consistency.text import one_line
 
 if TYPE_CHECKING:
@@ -192,7 +193,9 @@ def _limits(stated: Any) -> dict[str, float] | None:
 
 
 def device_of(evidence: Evidence) -> str:
-    """Return the device of the finding, without its variant."""
+    """Return the device of the finding, without its variant; of an inference engine, its name."""
+    if evidence.worker.info.engine is not None:
+        return evidence.worker.info.name
     return dataclasses.replace(parse_device(evidence.worker.info.name), variant=None).name
 
 
@@ -232,6 +235,9 @@ def _allowed(evidence: Evidence) -> float:
     if isinstance(stated, (int, float)):
         return float(stated)
     assert record.measure is not None
+    # a tensor of the `relative` rule has no ratio of its own: its tolerance follows from what rounding makes
+    if record.measure.ratio is None and record.rounding is not None:
+        return judge_relative(record.measure, record.dtype, record.rounding).allowed
     ratio = float(record.measure.ratio or 0)
     return float(record.measure.max_abs) / ratio if ratio > 0 else 0.0
 

@@ -147,14 +147,19 @@ class Moves:
         if evidence["wrong"]:  # else only signs of zeros or payloads of NaN differ
             first = tuple(int(i) for i in differs.nonzero()[0])
             was, now = sent[first].item(), arrived[first].item()
-            sentence += f": {name}{list(first)} was {_shown(was)}, is {_shown(now)}"
+            was_text, now_text = _shown(was, now)
+            sentence += f": {name}{list(first)} was {was_text}, is {now_text}"
             sentence += f"; {evidence['wrong']} of {sent.numel()} elements"
-            evidence |= {"first": list(first), "was": _shown(was), "is": _shown(now)}
+            evidence |= {"first": list(first), "was": was_text, "is": now_text}
         return ChangedInTransferError(word, sentence, evidence)
 
 
-def _shown(value: float | int | bool | complex) -> str:
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
+def _shown(was: float | int | bool | complex, now: float | int | bool | complex) -> tuple[str, str]:
+    """Return two values that differ, with as many digits as tell them apart."""
+    if not isinstance(was, float) or not isinstance(now, float):
+        return str(was), str(now)
+    short = f"{was:.6g}", f"{now:.6g}"
+    return short if len(set(short)) > 1 else (repr(was), repr(now))
 
 
 @contextmanager

@@ -15,6 +15,9 @@ SEQUENCES = 4
 WAYS = ("alone", "cache", "static_cache", "padded")
 """Ways in which the same tokens are computed, at every level."""
 
+LONG_CACHE = "long_cache"
+"""The way in which the long text of the stage `forward` is computed: its last tokens one by one."""
+
 OTHER_TOKEN = declare("other-token", phrase="a token that rounding does not explain")
 WRONG_ALONE = declare(
     "wrong-alone", phrase="a wrong result for one sequence at a time, and a right one for all together"

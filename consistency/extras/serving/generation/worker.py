@@ -26,9 +26,11 @@ from consistency.case import standard
 from consistency.case.stage import Level
 from consistency.devices.backends import CPU
 from consistency.extras.serving.generation import spec
+from consistency.extras.serving.generation.long_cache import judge_long_cache
 from consistency.extras.serving.generation.spec import (
     BATCH_CHANGES_MODEL,
     CACHE_CHANGES_MODEL,
+    LONG_CACHE,
     PADDING_CHANGES_MODEL,
     SEQUENCES,
     WRONG_ALONE,
@@ -48,6 +50,7 @@ from consistency.worker.decisions.array_file import ArrayFile
 from consistency.worker.decisions.replay import deciding
 from consistency.worker.decisions.track import Places, Settled, Table
 from consistency.worker.judging.block_rule import block_ratio
+from consistency.worker.judging.long_text import long_mode, long_text
 from consistency.worker.model import half_kernels
 from consistency.worker.model.block_pass import ResultPlace, run_by_blocks
 from consistency.worker.model.float64_reference import Reference, given_name, wait_for
@@ -185,11 +188,23 @@ def run(context: Context) -> None:
             _judge_way(context, name, exact, title)
         except Skip as why:
             _skip(context, WHOLE_MODEL, title, f"the model does not run in this way: {why}")
+    _judge_long_text(context, mode, reference)
     context.events.step("the text that it writes", len(modes_and_ways), len(modes_and_ways))
     try:
         record_text(context, sequences.part(_SOME))
     except Skip as why:
         _skip(context, WHOLE_MODEL, TEXT, str(why))
+
+
+def _judge_long_text(context: Context, mode: str, reference: Reference) -> None:
+    """Judge the end of the long text with a cache, where the stage `forward` has compared that text."""
+    text, _ = long_text(context)
+    if text is None or long_mode(mode) in reference.tables.failures:
+        return
+    try:
+        judge_long_cache(context, text, mode, reference)
+    except Skip as why:
+        _skip(context, WHOLE_MODEL, LONG_CACHE, f"the model does not run in this way: {why}")
 
 
 def _modes_and_ways(context: Context, mode: str, reference: Reference) -> list[tuple[str, str]]:

@@ -38,6 +38,7 @@ from consistency.extras.training.parts_judging import (
 )
 from consistency.extras.training.ranks.group import JoinedGroup
 from consistency.extras.training.ranks.parts import local_part
+from consistency.extras.training.shards.frozen import FrozenGathered
 from consistency.extras.training.shards.saving import record_saved
 from consistency.extras.training.shards.spec import SHARDS
 from consistency.extras.training.shards.zero import ZERO, is_installed, trained_by_zero
@@ -132,10 +133,12 @@ def _train_with_adapter_first(
         parameters = {name: model.get_parameter(name) for name in names}
         start = {name: local_part(parameter).to("cpu", copy=True) for name, parameter in parameters.items()}
         batches = batches_of(parts, rank=ranks.rank, world=ranks.world)
-        watch = _watch_gathered(model, names)
+        frozen = FrozenGathered(context, ranks, model, names)
+        watch = _watch_gathered(model, names, frozen)
         with trained_by(ranks, "shards", model, parameters, batches, watch=watch) as files:
             with_gradient = _names_with_gradient(files[ranks.rank], names)
             is_right = _record_all_gathered(context, ranks, files, with_gradient)
+            is_right = frozen.record() and is_right
             average = _usable_average(ranks, average, is_right=is_right)
             judge = StepJudge(context, ranks, STAGE, files)
             _judge_gradients_and_steps(context, ranks, judge, files[ranks.rank], start, with_gradient, average)
@@ -197,15 +200,23 @@ def _judge_gradients_and_steps(
         judge.judge_parameter(name, start[name])
 
 
-def _watch_gathered(model: torch.nn.Module, names: Sequence[str]) -> Watch:
-    """Return a watch that writes the parameters that the model computes with, once its library has gathered them."""
+def _watch_gathered(model: torch.nn.Module, names: Sequence[str], frozen: FrozenGathered) -> Watch:
+    """Return a watch that writes the parameters that the model computes with, once its library has gathered them.
+
+    Of parameters that nobody trains, `frozen` keeps what differs.
+    """
 
     @contextmanager
     def watching(file: StepFile, step: int) -> Iterator[None]:
         def write(prefix: str, module: torch.nn.Module, _inputs: Any) -> None:
             for name, parameter in module.named_parameters(prefix=prefix):
-                if name in names and not isinstance(parameter, DTensor):
-                    file.write(SEEN, step, name, parameter.detach().clone())  # NumPy pins what is freed after the pass
+                if isinstance(parameter, DTensor):
+                    continue
+                gathered = parameter.detach().clone()  # NumPy pins what is freed after the pass
+                if name in names:
+                    file.write(SEEN, step, name, gathered)
+                else:
+                    frozen.see(step, name, gathered)
 
         with ExitStack() as hooks:
             # in two steps: to mypy, what is known to be an FSDPModule has no hooks

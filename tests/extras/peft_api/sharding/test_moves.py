@@ -151,3 +151,16 @@ def test_the_loss_moves_its_labels_under_watch() -> None:
             model.loss_function(logits=logits, labels=GIVEN["labels"])
     assert moves.devices == {"meta"}
     assert "_loss_function" not in vars(model)
+
+
+def test_two_values_that_differ_are_told_apart() -> None:
+    """It said "was -0.36464, is -0.36464"."""
+    moves = Moves(given={})
+    sent = torch.tensor([[-0.36464032530784607, 1.0]])
+    arrived = torch.tensor([[-0.3646402955055237, 1.0]])
+    with pytest.raises(ChangedInTransferError) as changed:
+        moves.look("hidden_states", sent, arrived, where="layers.1")
+    assert "was -0.36464032530784607, is -0.3646402955055237; 1 of 2 elements" in changed.value.sentence
+    with pytest.raises(ChangedInTransferError) as far:
+        moves.look("hidden_states", torch.tensor([1.0]), torch.tensor([2.0]), where="layers.1")
+    assert "was 1, is 2" in far.value.sentence
