@@ -7,9 +7,11 @@ from collections.abc import Iterator
 
 from consistency.capture.names import ADAPTER_MERGED, ADAPTER_OFF, ADAPTER_ON, END_TO_END
 from consistency.case import standard
+from consistency.stages.forward.long_text import row_of_long, rows_on_device
 from consistency.stages.forward.worker import by_blocks, in_mode, row_of
 from consistency.worker.context import Context
 from consistency.worker.judging.again import inputs_again, is_moved
+from consistency.worker.judging.long_text import long_mode, long_text
 from consistency.worker.ledger import Again, Ledger
 from consistency.worker.model import half_kernels
 from consistency.worker.model.float64_reference import Reference
@@ -41,5 +43,21 @@ def forward(context: Context, ledger: Ledger) -> Again:
                     ledger.see((standard.FORWARD, *row_of(mode, name)), result, own=moved)
                 del results  # before the next mode is computed
             yield
+        if modes and reference is not None and ledger.has(standard.FORWARD, long_mode(modes[0])):
+            _see_long_text(context, ledger, modes[0], reference)
+            yield
 
     return again
+
+
+def _see_long_text(context: Context, ledger: Ledger, mode: str, reference: Reference) -> None:
+    """Compute the sampled rows of the long text again, in the mode in which they were compared."""
+    text, _ = long_text(context)
+    if text is None:
+        return
+    model, long = context.model, long_mode(mode)
+    given = functools.partial(reference.given_value, long)
+    with half_kernels.computing(half_kernels.replacement(model, text.tokens)):
+        results = in_mode(model, mode, functools.partial(rows_on_device, model, text, given))
+    for name, rows in results.items():
+        ledger.see((standard.FORWARD, *row_of_long(long, name)), rows, own=False)

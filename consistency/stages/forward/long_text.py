@@ -209,6 +209,12 @@ def rows_on_device(model: torch.nn.Module, text: LongText, given: Given, began: 
     return results
 
 
+def row_of_long(long: str, name: str) -> tuple[str, str]:
+    """Return the layer and the tensor of a row about a result of the long text."""
+    place = ResultPlace.of(name)
+    return place.layer, f"{long}.{place.part}" if place.part else long
+
+
 def judge_long_text(context: Context, text: LongText, mode: str, reference: Reference) -> None:
     """Run the long text on this device, and record the sampled rows of every result that the reference has."""
     model, long = context.model, long_mode(mode)
@@ -228,7 +234,7 @@ def judge_long_text(context: Context, text: LongText, mode: str, reference: Refe
         place = ResultPlace.of(name)
         if f"{long}::{name}" not in reference.tables.names or not context.record.wants(standard.FORWARD, place.layer):
             continue
-        tensor = f"{long}.{place.part}" if place.part else long
+        _, tensor = row_of_long(long, name)
         if missed := attention.missed(place.layer):
             record_missed(context, standard.FORWARD, (place.layer, tensor), result.dtype, missed)
             continue
