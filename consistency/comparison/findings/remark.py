@@ -34,28 +34,26 @@ class Remark:
 
 def with_remarks(finding: Finding, evidence: ComparisonEvidence) -> Finding:
     """Return a finding with the lines that remarks add to its details."""
-    lines: list[str] = []
-    for reference, remark in _remarks():
-        try:
-            lines += remark.on_finding(finding, evidence)
-        except Exception as error:  # a remark of another distribution may raise anything, and costs its lines alone
-            if plugins.is_own(reference):
-                raise
-            plugins.note_failure(f"the remark {reference}", error)
+    lines = _lines(lambda remark: remark.on_finding(finding, evidence))
     return msgspec.structs.replace(finding, detail=(*finding.detail, *lines)) if lines else finding
 
 
 def remarks_on_word(word: str) -> tuple[str, ...]:
     """Return the lines that remarks add to the explanation of a word."""
+    return tuple(_lines(lambda remark: remark.on_word(word)))
+
+
+def _lines(call: Callable[[Remark], Sequence[str]]) -> list[str]:
+    """Return the lines of all remarks; one of another distribution may raise anything, and costs its lines alone."""
     lines: list[str] = []
     for reference, remark in _remarks():
         try:
-            lines += remark.on_word(word)
-        except Exception as error:  # as above
+            lines += call(remark)
+        except Exception as error:
             if plugins.is_own(reference):
                 raise
             plugins.note_failure(f"the remark {reference}", error)
-    return tuple(lines)
+    return lines
 
 
 def _remarks() -> Iterator[tuple[str, Remark]]:

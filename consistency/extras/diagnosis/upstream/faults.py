@@ -24,7 +24,7 @@ FAULTS: Sequence[UpstreamFault] = (
         library="peft",
         outcome="true",
         helps="Give PeftModel.from_pretrained the device of the model: `torch_device=`",
-        seen=_PEFT,
+        seen=("0.21.2", "0.21.2"),
     ),
     UpstreamFault(
         title="`low_cpu_mem_usage=True` rounds a float32 adapter",
@@ -173,7 +173,7 @@ FAULTS: Sequence[UpstreamFault] = (
         library="peft",
         outcome="found by the stage `tensor-parallel`",
         helps="Adapt no layer that the plan splits by rows (`o_proj`, `down_proj`), or train without the plan",
-        seen=_PEFT,
+        seen=("0.21.2", "0.21.2"),
         sign=Sign(stage="tensor-parallel", kinds=("skipped",), message="is invalid for input of size"),
     ),
     UpstreamFault(

@@ -396,7 +396,6 @@ def _noisy_figures(
             # the cache inside the noise: it has to see keys and values before attention is computed otherwise
             with half_kernels.computing(kernels), with_noise(Products(), seed), arithmetic.of_cache(seed):
                 logits = activations(model, inputs)[OUTPUT]
-                logits = activations(model, inputs)[OUTPUT]
         noisy.append(figures(logits_of(logits, tokens, ends)))
     return noisy
 

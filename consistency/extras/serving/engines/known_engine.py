@@ -1,4 +1,4 @@
-"""What is known of an inference engine: how it computes by default, and what runs it here. No torch here."""
+"""The declaration of an inference engine: its arithmetic by default, and the class that runs it here. No torch here."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ import pytest
 import transformers
 
 from benchmarks import upstream_faults
+from consistency import plugins
 from consistency.capture.folder import SCHEMA, Capture, CaptureManifest
 from consistency.capture.names import ADAPTER_METHOD
 from consistency.capture.records import WorkerInfo
@@ -19,7 +20,7 @@ from consistency.case.case import Case
 from consistency.case.stages import SPECS
 from consistency.comparison import kinds
 from consistency.comparison.findings.evidence import ComparisonEvidence
-from consistency.comparison.findings.remark import remarks_on_word, with_remarks
+from consistency.comparison.findings.remark import Remark, remarks_on_word, with_remarks
 from consistency.comparison.records import Records
 from consistency.comparison.result import Consequence, Finding
 from consistency.comparison.workers import ComparedWorker
@@ -128,6 +129,20 @@ def test_every_fault_has_its_heading_with_a_script_and_signs_that_can_be(fault: 
 
 def test_the_page_has_the_table_of_today() -> None:
     assert upstream_faults.parts()["faults"] in upstream_faults.PAGE.read_text(encoding="utf-8")
+
+
+def test_a_remark_of_another_distribution_costs_its_own_lines_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> tuple[str, ...]:
+        raise RuntimeError("theirs")
+
+    own = list(plugins.offered("remarks"))
+    theirs = [("theirs.module:REMARK", Remark(on_finding=fails, on_word=fails)), ("theirs.module:NONE", None)]
+    noted: list[str] = []
+    monkeypatch.setattr(plugins, "offered", lambda _: iter([*theirs, *own]))
+    monkeypatch.setattr(plugins, "note_failure", lambda what, error: noted.append(f"{what}: {error}"))
+    assert len(remarks(HOTSWAP)) == 1
+    assert noted[0] == "the remark theirs.module:REMARK: theirs"
+    assert "NoneType" in noted[1]
 
 
 @pytest.mark.slow
