@@ -110,7 +110,8 @@ def _is_rounded(
         values = exact / largest
         slack = values.abs().mul_(6 * unit)
         lowest, highest = _nearest(values - slack, table), _nearest(values.add_(slack), table)
-        if not bool((level >= lowest).logical_and_(level <= highest).all()):
+        # the largest distance takes a fifth of the time of comparing all, and is NaN where one of them is
+        if not float(torch.maximum(lowest.sub_(level), level - highest).max()) <= 0:
             return False
         allowed = held.abs().mul_(3 * unit)
     else:
@@ -127,7 +128,7 @@ def _is_rounded(
     rounded = level * scale
     # levels that are no farther apart than the dtype's own numbers tell nothing
     telling = int(((exact - rounded).abs_() > allowed).count_nonzero())
-    return telling >= _LEAST_TELLING * exact.numel() and bool(((held - rounded).abs_() <= allowed).all())
+    return telling >= _LEAST_TELLING * exact.numel() and float((held - rounded).abs_().sub_(allowed).max()) <= 0
 
 
 def _nearest(values: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
