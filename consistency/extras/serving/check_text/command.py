@@ -124,7 +124,8 @@ def _check_text(parsed: argparse.Namespace) -> int:
     options = {option.name: getattr(parsed, option.name, None) for option in OPTIONS}
     case = prepare_case(gather_options(None, options, Edge.COMMAND_LINE))
     # torch, which no wrong option should wait for
-    from consistency.extras.serving.check_text.judge_texts import TextOptions, check_text
+    from consistency.extras.serving.check_text.judge_texts import check_text
+    from consistency.extras.serving.check_text.options import TextOptions
     from consistency.extras.serving.check_text.texts import read_texts
 
     texts = read_texts(parsed.texts)
