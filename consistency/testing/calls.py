@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -32,6 +32,12 @@ Noise = Callable[[int], AbstractContextManager[None]]
 GRADIENT = "gradient of "
 """Beginning of the name of a gradient."""
 
+INCOMING = "incoming gradient"
+"""Beginning of the name of a gradient that a result is given in the backward pass."""
+
+AFTER_CALL, AFTER_BACKWARD = " after the call", " after the backward pass"
+"""Ends of the names of what a call has changed."""
+
 _WRITES_OF_A_COPY = 1
 """Version of a tensor that was written to once, to copy another one into it."""
 
@@ -44,6 +50,20 @@ multiple of it: so a part of a large tensor is copied without the memory before 
 
 TESTED = frozenset(UNIT_ROUNDOFF) - {torch.float64}
 """Dtypes that inputs may be rounded to."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One of several calls of the function under test with equal inputs."""
+
+    computed: Computed
+    """Empty if it failed."""
+    strides: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """Strides of each tensor that the function returned."""
+    error: str = ""
+    """First line of the error that it raised, where an earlier call raised none."""
+    is_strided: bool = False
+    """Whether its incoming gradients were not contiguous."""
 
 
 class FunctionCall:
@@ -61,11 +81,14 @@ class FunctionCall:
         Dtype that floating-point inputs are rounded to; None leaves them as they are.
     gradients : bool
         Whether to compute gradients: of the inputs that require them, or of all floating-point ones where none does.
+    consumes : collection of int or str
+        Inputs that the function may leave changed, by number or name; `incoming gradient` for those of its results.
 
     Raises
     ------
     UsageError
-        A module has a reference that is none, or has other parameters; or no input has a dtype whose rounding is known.
+        A module has a reference that is none, or has other parameters; no input has a dtype whose rounding is known; or
+        none has a name of `consumes`.
     """
 
     def __init__(
@@ -76,6 +99,7 @@ class FunctionCall:
         *,
         dtype: torch.dtype | None = None,
         gradients: bool = True,
+        consumes: Collection[int | str] = (),
     ) -> None:
         state: dict[str, torch.Tensor] = {}
         if isinstance(function, torch.nn.Module):
@@ -86,8 +110,10 @@ class FunctionCall:
         paths_and_leaves, self._spec = tree_flatten_with_path((tuple(inputs), state))
         self._names = [_leaf_name(path) for path, _ in paths_and_leaves]
         self._leaves = [_round_leaf(leaf, dtype) for _, leaf in paths_and_leaves]
+        self._consumed = _consumed_names(consumes, self._names)
         self._gradients = gradients
         self._incoming_gradients: dict[tuple[int, Sequence[int]], torch.Tensor] = {}
+        self._strides: dict[str, tuple[int, ...]] = {}  # of the results of the latest call
         self._writes = False  # whether the function writes to its inputs, which the first call shows
         self._with_gradient = _choose_gradients(paths_and_leaves, default=gradients)
         real = [leaf for leaf in self._leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
@@ -107,9 +133,34 @@ class FunctionCall:
         )
         self.has_nan: bool = any(bool(leaf.isnan().any()) for leaf in real if leaf.layout is torch.strided)
 
-    def on(self, device: torch.device) -> Computed:
-        """Compute the function that is judged, on a device."""
-        return self._computed(self._function, device, by_torch=False)
+    def on(self, device: torch.device, *, calls: int = 1, strided: bool = False) -> list[Call]:
+        """Compute the function that is judged, on a device, several times with equal inputs.
+
+        Before each call but the first, memory of the size of its results is filled with NaN and freed, so that what a
+        kernel leaves unwritten seldom has the values of the call before.
+
+        Parameters
+        ----------
+        strided : bool
+            Give the last of several calls the same incoming gradients with other strides.
+        """
+        first = self._computed(self._function, device, by_torch=False)
+        made = [Call(computed=first, strides=self._strides)]
+        has_gradients = any(name.startswith(GRADIENT) for name in first)
+        for number in range(1, calls):
+            is_strided = strided and has_gradients and number == calls - 1
+            try:
+                computed = self._computed(self._function, device, by_torch=False, is_strided=is_strided, earlier=first)
+            except Exception as error:  # of any function: the first call raised none
+                made.append(Call(computed={}, error=first_line(error), is_strided=is_strided))
+            else:
+                made.append(Call(computed=computed, strides=self._strides, is_strided=is_strided))
+        return made
+
+    @property
+    def strides(self) -> dict[str, tuple[int, ...]]:
+        """Return the strides of each tensor that the latest call returned."""
+        return self._strides
 
     def exact(self) -> Computed:
         """Compute the reference in float64 on the CPU."""
@@ -151,9 +202,16 @@ class FunctionCall:
         return decisions
 
     def _computed(
-        self, function: Callable[..., Any], device: torch.device, *, wide: bool = False, by_torch: bool = True
+        self,
+        function: Callable[..., Any],
+        device: torch.device,
+        *,
+        wide: bool = False,
+        by_torch: bool = True,
+        is_strided: bool = False,
+        earlier: Computed | None = None,
     ) -> Computed:
-        """Call a function, and return its results, the inputs that it changed, and the gradients.
+        """Call a function, and return its results, what it changed, and the gradients.
 
         Parameters
         ----------
@@ -161,6 +219,10 @@ class FunctionCall:
             Whether the inputs are converted to float64.
         by_torch : bool
             Whether torch computes it all, and so counts most of the writes to an input: kernels do not.
+        is_strided : bool
+            Whether its incoming gradients are not contiguous.
+        earlier : dict, optional
+            Results of an earlier call: memory of their sizes is filled with NaN and freed before this one.
         """
         with _disable_current_modes():
             leaves = [
@@ -171,6 +233,7 @@ class FunctionCall:
         with torch.set_grad_enabled(self._gradients or torch.is_grad_enabled()), determinism.seeded():
             if self._writes:
                 arguments = [_copied(leaf, keeps_graph=True) for leaf in leaves]
+            _leave_nan(earlier, device)
             try:
                 result = self._called(function, arguments)
             except RuntimeError as error:
@@ -178,24 +241,42 @@ class FunctionCall:
                 if self._writes or "leaf" not in str(error):
                     raise
                 self._writes = True  # from now on arguments are copies that keep the graph, which can be written to
-                return self._computed(function, device, wide=wide, by_torch=by_torch)
+                return self._computed(
+                    function, device, wide=wide, by_torch=by_torch, is_strided=is_strided, earlier=earlier
+                )
             results = {f"result{keystr(path)}": value for path, value in tree_flatten_with_path(result)[0]}
-            self._add_changed_inputs(results, leaves, arguments, by_torch=by_torch)
+            self._strides = _strides_of(results)
+            unchanged = self._add_changed_inputs(results, leaves, arguments, by_torch=by_torch)
             computed: Computed = each_tensor(_finished, results)
             if self._gradients:
+                _leave_nan(earlier, device)
+                versions = {name: argument._version for name, (_, argument) in unchanged.items()}
                 # copies that keep the graph are no leaves: their gradients are those of what they were copied from
                 sources = leaves if self._writes else arguments
-                computed |= self._backward(results, sources)
+                computed |= self._backward(results, sources, is_strided=is_strided, by_torch=by_torch)
+                for name, (before, after) in unchanged.items():
+                    # torch's own backward pass counts what it writes
+                    may_be_changed = after._version != versions[name] or not by_torch
+                    if may_be_changed and not _is_unchanged(before, after, by_torch=False):
+                        computed[name + AFTER_BACKWARD] = _finished(after)
             return computed
 
     def _add_changed_inputs(
         self, results: dict[str, Any], leaves: Sequence[Any], arguments: Sequence[Any], *, by_torch: bool
-    ) -> None:
-        """Add the arguments that a call has changed to its results, unless it returned them."""
+    ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        """Add the arguments that a call has changed to its results, unless it returned them.
+
+        Those that it left as they were are returned by name, each with its source.
+        """
+        unchanged: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         for name, before, after in zip(self._names, leaves, arguments, strict=True):
-            is_returned = any(after is value for value in results.values())
-            if not is_returned and not _is_unchanged(before, after, by_torch=by_torch):
-                results[f"{name} after the call"] = after
+            if name in self._consumed or not isinstance(after, torch.Tensor):
+                continue
+            if _is_unchanged(before, after, by_torch=by_torch):
+                unchanged[name] = before, after
+            elif not any(after is value for value in results.values()):
+                results[name + AFTER_CALL] = after
+        return unchanged
 
     def _called(self, function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
         """Call a function with the flattened arguments; a module also with its parameters and buffers."""
@@ -222,22 +303,35 @@ class FunctionCall:
             leaf = _laid_out(leaf, device=device)
         return leaf.requires_grad_(has_gradient and differentiable)
 
-    def _backward(self, results: Mapping[str, Any], leaves: Sequence[Any]) -> Computed:
+    def _backward(
+        self, results: Mapping[str, Any], leaves: Sequence[Any], *, is_strided: bool, by_torch: bool
+    ) -> Computed:
         """Return the gradients of all leaves, from output gradients that are the same in every pass.
 
-        One backward pass goes from all results at once. A leaf that no result depends on has a gradient of zeros.
+        One backward pass goes from all results at once. A leaf that no result depends on has a gradient of zeros. An
+        output gradient that the function writes to is returned too.
         """
         names = [name for name, leaf in zip(self._names, leaves, strict=True) if _has_gradient(leaf)]
         differentiated = [leaf for leaf in leaves if _has_gradient(leaf)]
-        outputs = [value for value in results.values() if _has_gradient(value)]
+        outputs = {name: value for name, value in results.items() if _has_gradient(value)}
         if not outputs or not differentiated:
             return {}
-        incoming = [self._incoming_gradient(output, number) for number, output in enumerate(outputs)]
-        gradients = torch.autograd.grad(outputs, differentiated, incoming, allow_unused=True)
+        incoming = [self._incoming_gradient(output, number) for number, output in enumerate(outputs.values())]
+        if is_strided:
+            incoming = [_with_other_strides(gradient) for gradient in incoming]
+        versions = [gradient._version for gradient in incoming]
+        start = _OutputGradients.apply(incoming, *outputs.values())  # type: ignore[no-untyped-call]
+        gradients = torch.autograd.grad(start, differentiated, allow_unused=True)
         computed: Computed = {}
         for name, leaf, gradient in zip(names, differentiated, gradients, strict=True):
             whole = torch.zeros_like(leaf) if gradient is None else gradient  # None where no result depends on the leaf
             computed[f"{GRADIENT}{name}"] = _finished(whole)
+        for number, (name, output) in enumerate(outputs.items()):
+            if by_torch and incoming[number]._version == versions[number]:
+                continue
+            given = self._incoming_gradient(output, number)
+            if INCOMING not in self._consumed and not _is_unchanged(given, incoming[number], by_torch=False):
+                computed[f"{INCOMING} of {name}{AFTER_BACKWARD}"] = _finished(incoming[number])
         return computed
 
     def _incoming_gradient(self, result: torch.Tensor, number: int) -> torch.Tensor:
@@ -258,7 +352,23 @@ class FunctionCall:
             deviates = self._incoming_gradients[number, shape]
             if result.is_complex():
                 deviates = torch.view_as_complex(deviates)
-            return deviates.to(result.device, result.dtype)
+            return deviates.to(result.device, result.dtype, copy=True)
+
+
+class _OutputGradients(torch.autograd.Function):
+    """Bring gradients to the outputs of a function, as the backward pass of what follows them would.
+
+    `torch.autograd.grad` takes them too, and imports SymPy to compare their shapes: a second of the first assertion.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, incoming: Sequence[torch.Tensor], *outputs: torch.Tensor) -> torch.Tensor:
+        ctx.incoming = incoming
+        return torch.zeros((), device=outputs[0].device)
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return None, *ctx.incoming
 
 
 class _SameDraws(DispatchMode):
@@ -295,6 +405,53 @@ class _SameDraws(DispatchMode):
                 return drawn.double() if drawn.dtype in TESTED else drawn
 
             return each_tensor(widened, result)
+
+
+def _with_other_strides(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy whose dimensions lie in memory in reversed order, each element followed by a NaN.
+
+    A kernel that reads it as if it were contiguous stays within its memory, and gets other elements and NaN.
+    """
+    if not tensor.dim():
+        return tensor
+    memory = tensor.new_full((*reversed(tensor.shape), 2), torch.nan)
+    other = memory.select(-1, 0).permute(*reversed(range(tensor.dim())))
+    return other.copy_(tensor)
+
+
+def _leave_nan(earlier: Computed | None, device: torch.device) -> None:
+    """Fill memory of the size of each result of an earlier call with NaN, and free it."""
+    tensors = [value for value in (earlier or {}).values() if isinstance(value, torch.Tensor)]
+    real = [tensor for tensor in tensors if tensor.is_floating_point()]
+    # all at once: one after the other they would be the same memory
+    filled = [torch.full_like(tensor, torch.nan, device=device) for tensor in real]
+    filled.clear()
+
+
+def _strides_of(results: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Return the strides of each dense tensor, 0 for a dimension of one element, where they mean nothing."""
+    strides = {}
+    for name, value in results.items():
+        if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+            pairs = zip(value.shape, value.stride(), strict=True)
+            strides[name] = tuple(stride if size > 1 else 0 for size, stride in pairs)
+    return strides
+
+
+def _consumed_names(consumes: Collection[int | str], names: Sequence[str]) -> frozenset[str]:
+    """Return the names of the inputs that a function may change: a number or `input 0` stands for all tensors in it."""
+    consumed: set[str] = set()
+    for given in consumes:
+        prefix = f"input {given}" if isinstance(given, int) else given
+        chosen = {name for name in names if name == prefix or name.startswith(f"{prefix}[")}
+        if prefix == INCOMING:
+            chosen = {INCOMING}
+        if not chosen:
+            raise UsageError(
+                "no input has this name", where="consumes=", got=repr(given), wanted=", ".join([*names, INCOMING])
+            )
+        consumed |= chosen
+    return frozenset(consumed)
 
 
 def _choose_gradients(paths_and_leaves: Sequence[tuple[Sequence[Any], Any]], *, default: bool) -> list[bool]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import unittest
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from consistency.errors import UsageError
 from consistency.numerics.decision import Decision, gaps
 from consistency.numerics.decisions import TO_INTEGER
 from consistency.numerics.dtype import UNIT_ROUNDOFF, name_of
-from consistency.testing.calls import GRADIENT, Computed, FunctionCall, Noise
+from consistency.testing.calls import AFTER_BACKWARD, AFTER_CALL, GRADIENT, Call, Computed, FunctionCall, Noise
 from consistency.testing.options import Allow, check_options
 from consistency.testing.result import (
     ResultError,
@@ -30,6 +30,10 @@ from consistency.worker.precision import products_of
 
 PASSES = 8
 """Passes with noise: as many as the tool computes for gradients, and enough for a tensor of one row."""
+
+CALLS = 3
+"""Calls of the function under test: one, another to be the same, and one whose incoming gradients are not
+contiguous."""
 
 _MOST_TIMES = 4
 """Up to so many times the passes are computed where few elements leave a result inconclusive: of one row the limit is
@@ -98,11 +102,22 @@ def _missing_results(actual: Computed, exact: Computed) -> Iterator[ResultError]
     for name in {**actual, **exact}:
         if name in actual and name in exact:
             continue
-        reason = "the reference has no such result"
-        if name in exact:
-            hint = ": gradients=False compares values alone" if name.startswith(GRADIENT) else ""
-            reason = f"the function has none, and its reference has one{hint}"
-        yield ResultError(name=name, status="outside", ratio=math.inf, reason=reason)
+        yield ResultError(
+            name=name, status="outside", ratio=math.inf, reason=_reason_missing(name, is_of_reference=name in exact)
+        )
+
+
+def _reason_missing(name: str, *, is_of_reference: bool) -> str:
+    """Return in words why a result that only the function has, or only its reference, is wrong."""
+    is_change = name.endswith((AFTER_CALL, AFTER_BACKWARD))
+    if is_change and is_of_reference:
+        return "the reference changes it, and the function does not"
+    if is_change:
+        return "the function changes it, and its reference does not: consumes= says that it may"
+    if not is_of_reference:
+        return "the reference has no such result"
+    hint = ": gradients=False compares values alone" if name.startswith(GRADIENT) else ""
+    return f"the function has none, and its reference has one{hint}"
 
 
 def _check_no_nan(name: str, exact: Computed) -> None:
@@ -164,54 +179,184 @@ def within_rounding(
     dtype: torch.dtype | None = None,
     gradients: bool = True,
     passes: int = PASSES,
+    calls: int = CALLS,
+    strides: bool = False,
+    consumes: Collection[int | str] = (),
+    nondeterministic: bool = False,
     allow: Allow | None = None,
 ) -> WithinRounding:
     """Judge a function as `assert_within_rounding` does, with its parameters; return a mismatch, never raise it."""
     check_options(
-        function, reference=reference, device=device, dtype=dtype, gradients=gradients, passes=passes, allow=allow
+        function,
+        reference=reference,
+        device=device,
+        dtype=dtype,
+        gradients=gradients,
+        passes=passes,
+        calls=calls,
+        strides=strides,
+        consumes=consumes,
+        nondeterministic=nondeterministic,
+        allow=allow,
     )
-    call = FunctionCall(function, reference, inputs, dtype=dtype, gradients=gradients)
-    target = call.device if device is None else torch.device(device)
     allow = allow or Allow()
+    call = FunctionCall(function, reference, inputs, dtype=dtype, gradients=gradients, consumes=consumes)
+    target = call.device if device is None else torch.device(device)
     noise = _noise(allow, target)
     # autocast has other operations in float32 on a device than on the CPU, where the passes with noise are
     any_dtype = allow.dtype or (target.type != "cpu" and torch.is_autocast_enabled(target.type))
-    actual, exact = call.on(target), call.exact()
+    made = call.on(target, calls=calls, strided=not allow.contiguous)
+    actual, exact = made[0].computed, call.exact()
     name = getattr(function, "__name__", type(function).__name__)
     if not call.has_nan and not allow.nan:
         _check_no_nan(name, exact)
 
-    results, pass_count = _judge_results(call, noise, passes, actual, exact, any_dtype=any_dtype)
-    title = f"{name} ({name_of(call.dtype)}, {target}, {pass_count} passes with noise)"
-    return WithinRounding(name=title, results=(*results, *_missing_results(actual, exact)))
+    passes_with_noise = _Passes(call, noise, passes, exact, any_dtype=any_dtype)
+    results = passes_with_noise.judge(actual)
+    if strides:
+        results = [_with_strides_judged(result, made[0].strides, call.strides) for result in results]
+    results = [*results, *_missing_results(actual, exact)]
+    for number, later in enumerate(made[1:], start=2):
+        which = f"call {number} of {len(made)}"
+        results = _with_later_call(results, later, actual, passes_with_noise, which, nondeterministic=nondeterministic)
+    title = f"{name} ({name_of(call.dtype)}, {target}, {passes_with_noise.count} passes with noise)"
+    return WithinRounding(name=title, results=tuple(results))
 
 
-def _judge_results(
-    call: FunctionCall, noise: Noise, passes: int, actual: Computed, exact: Computed, *, any_dtype: bool
-) -> tuple[list[ResultError], int]:
-    """Judge the results that the function and its reference both have; return them, and the number of passes.
+def _with_strides_judged(
+    result: ResultError, actual: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]
+) -> ResultError:
+    """Return a result that is outside if its strides are not the reference's."""
+    got, wanted = actual.get(result.name), expected.get(result.name)
+    if got == wanted or result.status == "outside":
+        return result
+    reason = f"its strides are {got}, the reference's {wanted} (0 where a dimension has one element)"
+    return replace(result, status="outside", reason=reason, ratio=math.inf)
 
-    There are `passes` passes with noise, and up to `_MOST_TIMES` as many while a result is inconclusive.
+
+def _with_later_call(
+    results: Sequence[ResultError],
+    later: Call,
+    first: Computed,
+    passes: _Passes,
+    which: str,
+    *,
+    nondeterministic: bool,
+) -> list[ResultError]:
+    """Return the results of the first call, each made worse by what a later call with equal inputs has instead.
+
+    Parameters
+    ----------
+    which : str
+        The number of the later call, in words.
+    """
+    with_strides = " with incoming gradients that are not contiguous" if later.is_strided else ""
+    hint = ": allow=Allow(contiguous=True) says that it needs them so" if later.is_strided else ""
+    if later.error:
+        failed = ResultError(
+            name=which,
+            status="outside",
+            ratio=math.inf,
+            reason=f"it raises an error{with_strides}, and the first call none: {later.error}{hint}",
+        )
+        return [*results, failed]
+    judged_results = []
+    for result in results:
+        name = result.name
+        is_comparable = name in first and name in later.computed and result.status != "outside"
+        if not is_comparable or _is_same(first[name], later.computed[name]):
+            judged_results.append(result)
+            continue
+        of_later = passes.judge_one(name, later.computed[name])
+        # with other strides a device may choose another kernel
+        may_differ = nondeterministic or (later.is_strided and name.startswith(GRADIENT))
+        if of_later.status == "outside":
+            reason = f"in {which}{with_strides}, and not in the first: {of_later.reason}{hint}"
+            judged_results.append(replace(of_later, reason=reason))
+        elif may_differ:
+            judged_results.append(result)
+        else:
+            reason = f"other bits in {which} with equal inputs: nondeterministic=True says that they may differ"
+            judged_results.append(replace(of_later, status="outside", reason=reason))
+    for name in later.computed:
+        if name not in first:
+            reason = f"in {which}{with_strides}, and not in the first: {_reason_missing(name, is_of_reference=False)}"
+            judged_results.append(ResultError(name=name, status="outside", ratio=math.inf, reason=reason))
+    return judged_results
+
+
+def _is_same(first: Any, later: Any) -> bool:
+    """Report whether two results are equal, where NaN is equal to NaN."""
+    if isinstance(first, torch.Tensor) and isinstance(later, torch.Tensor):
+        if first.dtype != later.dtype or first.shape != later.shape:
+            return False
+        # most are equal, and to find NaN takes longer
+        return torch.equal(first, later) or bool(((first == later) | ((first != first) & (later != later))).all())
+    are_nan = first != first and later != later
+    return type(first) is type(later) and bool(are_nan or first == later)
+
+
+class _Passes:
+    """The passes with noise of a function, and the judgement of results by them.
+
+    Parameters
+    ----------
+    call : FunctionCall
+        The function with its inputs.
+    noise : callable
+        Returns the context of a pass with noise, by its seed.
+    least : int
+        Number of passes; there are up to `_MOST_TIMES` as many while a result is inconclusive.
+    exact : dict
+        The results in float64.
+    any_dtype : bool
+        Whether a result may have another dtype than the reference's.
     """
 
-    def undecided(got: torch.Tensor, truth: torch.Tensor, noisy: Sequence[torch.Tensor]) -> torch.Tensor:
+    def __init__(self, call: FunctionCall, noise: Noise, least: int, exact: Computed, *, any_dtype: bool) -> None:
+        self._call = call
+        self._noise = noise
+        self._least = least
+        self._exact = exact
+        self._any_dtype = any_dtype
+        self._drawn: list[Computed] = []
+
+    @property
+    def count(self) -> int:
+        """Return the number of passes so far."""
+        return len(self._drawn)
+
+    def judge(self, actual: Computed) -> list[ResultError]:
+        """Judge the results that the function and its reference both have."""
+        results: dict[str, ResultError] = {}
+        while not self._drawn or (
+            self.count < _MOST_TIMES * self._least and any(map(_is_inconclusive, results.values()))
+        ):
+            self._draw()
+            for name in self._exact:
+                is_open = name not in results or _is_inconclusive(results[name])
+                if name in actual and is_open:
+                    results[name] = self.judge_one(name, actual[name])
+        return [*results.values()]
+
+    def judge_one(self, name: str, actual: Any) -> ResultError:
+        """Judge one result by the passes so far."""
+        noisy = [computed[name] for computed in self._drawn]
+        return judged(name, actual, self._exact[name], noisy, self._undecided, any_dtype=self._any_dtype)
+
+    def _draw(self) -> None:
+        """Compute the first passes, or as many again as there are."""
+        with by_formula():
+            self._drawn += self._call.with_noise(
+                range(self.count, self.count + max(self._least, self.count)), self._noise
+            )
+
+    def _undecided(self, got: torch.Tensor, truth: torch.Tensor, noisy: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return where another value of a discrete result is right too."""
         may_differ = torch.stack([tensor != truth for tensor in noisy]).any(0)
-        for decision, operands in call.decisions(passes, noise):
+        for decision, operands in self._call.decisions(self._least, self._noise):
             may_differ |= _may_differ(decision, operands, got, truth)
         return may_differ
-
-    drawn: list[Computed] = []
-    results: dict[str, ResultError] = {}
-    while not drawn or (len(drawn) < _MOST_TIMES * passes and any(map(_is_inconclusive, results.values()))):
-        with by_formula():
-            # each further round doubles the passes
-            drawn += call.with_noise(range(len(drawn), len(drawn) + max(passes, len(drawn))), noise)
-        for name, value in exact.items():
-            is_open = name not in results or _is_inconclusive(results[name])
-            if name in actual and is_open:
-                noisy = [computed[name] for computed in drawn]
-                results[name] = judged(name, actual[name], value, noisy, undecided, any_dtype=any_dtype)
-    return [*results.values()], len(drawn)
 
 
 def _is_inconclusive(result: ResultError) -> bool:
@@ -226,13 +371,18 @@ def assert_within_rounding(
     dtype: torch.dtype | None = None,
     gradients: bool = True,
     passes: int = PASSES,
+    calls: int = CALLS,
+    strides: bool = False,
+    consumes: Collection[int | str] = (),
+    nondeterministic: bool = False,
     allow: Allow | None = None,
 ) -> None:
     """Raise an error unless the results of a function are within what rounding may do.
 
-    The function is called once on the device. Then it, or its reference, is called on the CPU: once in float64, and
-    several times with random rounding errors. All calls have the same inputs, which are rounded once. For each call
-    random generators are seeded alike and inputs are copied; what a call writes into its inputs counts as a result.
+    The function is called on the device, several times. Then it, or its reference, is called on the CPU: once in
+    float64, and several times with random rounding errors. All calls have the same inputs, which are rounded once. For
+    each call random generators are seeded alike and inputs are copied; what a call or its backward pass writes into
+    its inputs counts as a result.
 
     Parameters
     ----------
@@ -252,6 +402,16 @@ def assert_within_rounding(
     passes : int, optional
         Number of passes with random rounding errors, two at least. More passes make the limits of a few elements
         narrower; up to four times as many are computed before a result is called inconclusive.
+    calls : int, optional
+        Number of calls on the device, with equal inputs; each has to be within rounding, and all are to have the same
+        bits. The last of several has incoming gradients that are not contiguous.
+    strides : bool, optional
+        Compare the strides of the results with those of the reference's, too.
+    consumes : collection of int or str, optional
+        Inputs that the function may leave changed, after the call or its backward pass, by number or by name: `0`,
+        ``"input 1['b']"``; ``"incoming gradient"`` stands for the gradients that its results are given.
+    nondeterministic : bool, optional
+        The calls may have other bits, as atomic additions make them; each is within rounding all the same.
     allow : Allow, optional
         Further allowances for a healthy implementation, and the outcome of an inconclusive test.
 
@@ -278,6 +438,10 @@ def assert_within_rounding(
         dtype=dtype,
         gradients=gradients,
         passes=passes,
+        calls=calls,
+        strides=strides,
+        consumes=consumes,
+        nondeterministic=nondeterministic,
         allow=allow,
     )
     choice = (allow or Allow()).inconclusive

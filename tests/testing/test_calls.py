@@ -1,0 +1,199 @@
+"""What several calls show: kernels that differ between calls, spoil what they are given, or need it contiguous."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from consistency.errors import UsageError
+from consistency.testing import Allow, WithinRounding, within_rounding
+from tests.testing.test_within import drawn, read_in_order, twice
+
+
+def outside(judgement: WithinRounding) -> list[str]:
+    return [result.name for result in judgement.results if result.status == "outside"]
+
+
+class WrongInOneCall:
+    """Doubles its input, and in one call differently."""
+
+    def __init__(self, number: int, wrong: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._number = number
+        self._wrong = wrong
+        self._calls = 0
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        self._calls += 1
+        return self._wrong(x) if self._calls == self._number else x * 2
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_a_kernel_that_is_wrong_in_one_of_three_calls_is_outside(number: int) -> None:
+    wrong = within_rounding(WrongInOneCall(number, lambda x: x * 3), drawn(8, 8), reference=twice, gradients=False)
+    assert outside(wrong) == ["result"]
+    if number > 1:
+        assert f"in call {number} of 3, and not in the first: rows" in str(wrong)
+    healthy = WrongInOneCall(4, lambda x: x * 3)
+    assert within_rounding(healthy, drawn(8, 8), reference=twice, gradients=False)
+
+
+def test_other_bits_within_rounding_are_outside_unless_they_may_differ() -> None:
+    def one_ulp_off(x: torch.Tensor) -> torch.Tensor:
+        return torch.nextafter(x * 2, torch.zeros(()))
+
+    x = drawn(8, 8)
+    flaky = within_rounding(WrongInOneCall(2, one_ulp_off), x, reference=twice, gradients=False)
+    assert "result: outside, other bits in call 2 of 3 with equal inputs: nondeterministic=True" in str(flaky)
+    for options in ({"nondeterministic": True}, {"calls": 1}):
+        assert within_rounding(WrongInOneCall(2, one_ulp_off), x, reference=twice, gradients=False, **options)
+    still_wrong = WrongInOneCall(2, lambda x: x * 3)
+    assert not within_rounding(still_wrong, x, reference=twice, gradients=False, nondeterministic=True)
+
+
+def test_a_later_call_that_raises_is_outside_and_the_first_raises() -> None:
+    def fails(x: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("no workspace is left")
+
+    wrong = within_rounding(WrongInOneCall(2, fails), drawn(8, 8), reference=twice, gradients=False)
+    assert "call 2 of 3: outside, it raises an error, and the first call none: RuntimeError" in str(wrong)
+    with pytest.raises(RuntimeError, match="no workspace"):
+        within_rounding(WrongInOneCall(1, fails), drawn(8, 8), reference=twice, gradients=False)
+
+
+def test_memory_that_a_kernel_leaves_unwritten_is_seen() -> None:
+    def without_last_row(x: torch.Tensor) -> torch.Tensor:
+        doubled = torch.empty_like(x)
+        doubled[:-1] = x[:-1] * 2
+        return doubled
+
+    def last_row_is_zero(x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([x[:-1] * 2, torch.zeros_like(x[-1:])])
+
+    x = drawn(64, 64)
+    x[-1] = 0  # so that fresh memory, which is often zero, is right
+    assert within_rounding(last_row_is_zero, x, reference=twice, gradients=False)
+    assert outside(within_rounding(without_last_row, x, reference=twice, gradients=False)) == ["result"]
+
+
+def doubling(backward: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Callable[..., Any]:
+    """Return a function that doubles its input, with a backward pass that gets that input and the incoming gradient."""
+
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            ctx.x = x.detach()
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, *incoming: torch.Tensor) -> torch.Tensor:
+            return backward(ctx.x, incoming[0])
+
+    apply: Callable[..., Any] = Doubled.apply
+    return apply
+
+
+def spoil_input(x: torch.Tensor, incoming: torch.Tensor) -> torch.Tensor:
+    return torch.mul(incoming, 2, out=x)
+
+
+def spoil_incoming(_: torch.Tensor, incoming: torch.Tensor) -> torch.Tensor:
+    return incoming.mul_(2)
+
+
+def test_what_a_backward_pass_writes_to_is_a_result_unless_it_is_consumed() -> None:
+    x = drawn(8, 8)
+    spoils = within_rounding(doubling(spoil_input), x, reference=twice)
+    assert outside(spoils) == ["input 0 after the backward pass"]
+    assert "consumes= says that it may" in str(spoils)
+    spoils = within_rounding(doubling(spoil_incoming), x, reference=twice)
+    assert outside(spoils) == ["incoming gradient of result after the backward pass"]
+    for name in (0, "input 0"):
+        assert within_rounding(doubling(spoil_input), x, reference=twice, consumes=[name])
+    assert within_rounding(doubling(spoil_incoming), x, reference=twice, consumes=["incoming gradient"])
+    assert within_rounding(doubling(lambda _, incoming: incoming * 2), x, reference=twice)
+    # what both do is right
+    assert within_rounding(doubling(spoil_input), x)
+
+
+def test_a_consumed_input_may_be_changed_by_the_call_and_others_may_not() -> None:
+    def overwriting(inputs: dict[str, torch.Tensor], y: torch.Tensor) -> torch.Tensor:
+        doubled = inputs["a"] * 2 + y
+        inputs["a"].zero_()
+        return doubled
+
+    def plain(inputs: dict[str, torch.Tensor], y: torch.Tensor) -> torch.Tensor:
+        return inputs["a"] * 2 + y
+
+    inputs = {"a": drawn(8, 8)}, drawn(8, 8, seed=1)
+
+    def judged(*consumes: int | str) -> WithinRounding:
+        return within_rounding(overwriting, *inputs, reference=plain, gradients=False, consumes=consumes)
+
+    assert judged(0)
+    assert judged("input 0['a']")
+    assert outside(judged(1)) == ["input 0['a'] after the call"]
+    with pytest.raises(UsageError, match="no input has this name") as raised:
+        judged("input 7")
+    assert "input 0['a'], input 1, incoming gradient" in str(raised.value)
+
+
+def needs_contiguous(_: torch.Tensor, incoming: torch.Tensor) -> torch.Tensor:
+    if not incoming.is_contiguous():
+        raise ValueError("not contiguous")
+    return incoming * 2
+
+
+def reads_in_order(_: torch.Tensor, incoming: torch.Tensor) -> torch.Tensor:
+    return read_in_order(incoming) * 2
+
+
+@pytest.mark.parametrize("shape", [(6, 8), (32,), (2, 3, 4)])
+def test_incoming_gradients_are_not_contiguous_in_one_call(shape: tuple[int, ...]) -> None:
+    x = drawn(*shape)
+    wrong = within_rounding(doubling(reads_in_order), x, reference=twice)
+    assert outside(wrong) == ["gradient of input 0"]
+    assert "in call 3 of 3 with incoming gradients that are not contiguous, and not in the first" in str(wrong)
+    assert within_rounding(doubling(reads_in_order), x, reference=twice, allow=Allow(contiguous=True))
+    assert within_rounding(doubling(reads_in_order), x, reference=twice, calls=1)
+    assert within_rounding(doubling(lambda _, incoming: incoming.contiguous() * 2), x, reference=twice)
+
+
+def test_a_kernel_that_refuses_such_a_gradient_is_told_what_says_that_it_may() -> None:
+    refused = within_rounding(doubling(needs_contiguous), drawn(8, 8), reference=twice)
+    assert "not contiguous, and the first call none: ValueError: not contiguous: allow=Allow(contiguous=True)" in str(
+        refused
+    )
+    assert within_rounding(doubling(needs_contiguous), drawn(8, 8), reference=twice, allow=Allow(contiguous=True))
+
+
+def test_strides_of_results_are_compared_where_that_is_asked_for() -> None:
+    def transposed_in_memory(x: torch.Tensor) -> torch.Tensor:
+        return (x.mT.contiguous() * 2).mT
+
+    x = drawn(6, 8)
+    assert within_rounding(transposed_in_memory, x, reference=twice)
+    wrong = within_rounding(transposed_in_memory, x, reference=twice, strides=True)
+    assert "result: outside, its strides are (1, 6), the reference's (8, 1)" in str(wrong)
+    assert within_rounding(transposed_in_memory, x, strides=True)
+    one_row = drawn(1, 8)
+    assert within_rounding(lambda x: (x.mT * 2).mT, one_row, reference=twice, strides=True)
+
+
+@pytest.mark.parametrize(
+    ("option", "wanted"),
+    [
+        ({"calls": 0}, "1 or more"),
+        ({"strides": "yes"}, "True or False"),
+        ({"nondeterministic": 1}, "True or False"),
+        ({"consumes": "input 0"}, "in a list or tuple"),
+        ({"consumes": 0}, "in a list or tuple"),
+        ({"consumes": [1.5]}, "in a list or tuple"),
+    ],
+)
+def test_options_of_calls_have_only_values_that_can_be_used(option: dict[str, Any], wanted: str) -> None:
+    with pytest.raises(UsageError) as raised:
+        within_rounding(torch.exp, drawn(4, 4), **option)
+    assert wanted in str(raised.value.wanted)
