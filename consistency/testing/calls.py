@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from consistency.numerics.dispatch_mode import DispatchMode
 from consistency.numerics.dtype import UNIT_ROUNDOFF
 from consistency.numerics.exact import Float64Mode
 from consistency.numerics.widening import each_tensor
+from consistency.testing.asked_dtype import AskedDtype, claim_dtype
 from consistency.worker import determinism
 
 Computed = dict[str, Any]
@@ -164,8 +165,14 @@ class FunctionCall:
 
     def exact(self) -> Computed:
         """Compute the reference in float64 on the CPU."""
-        with _eagerly(), Float64Mode(), _SameDraws(self.dtype), _needed("in float64"):
+        with self._in_float64(), _needed("in float64"):
             return self._computed(self._reference, torch.device("cpu"), wide=True)
+
+    @contextmanager
+    def _in_float64(self) -> Iterator[None]:
+        """Compute in float64, with the draws of the tested dtype."""
+        with _eagerly(), Float64Mode(), _SameDraws(self.dtype):
+            yield
 
     def with_noise(self, seeds: range, noise: Noise) -> list[Computed]:
         """Compute the reference with random rounding errors on the CPU."""
@@ -188,7 +195,7 @@ class FunctionCall:
         Each is returned with its operand in every pass; decisions whose operands have other shapes there are left out.
         """
         exact: list[Decision] = []
-        with _eagerly(), Float64Mode(), _SameDraws(self.dtype), _noting(exact):
+        with self._in_float64(), _noting(exact):
             self._computed(self._reference, torch.device("cpu"), wide=True)
         drawn: list[list[Decision]] = []
         for seed in range(passes):
@@ -235,7 +242,8 @@ class FunctionCall:
                 arguments = [_copied(leaf, keeps_graph=True) for leaf in leaves]
             _leave_nan(earlier, device)
             try:
-                result = self._called(function, arguments)
+                with self._answering(arguments) if wide else nullcontext():
+                    result = self._called(function, arguments)
             except RuntimeError as error:
                 # a leaf cannot be written to; what is not one warns under torch.compile, so it is no more than needed
                 if self._writes or "leaf" not in str(error):
@@ -277,6 +285,18 @@ class FunctionCall:
             elif not any(after is value for value in results.values()):
                 results[name + AFTER_CALL] = after
         return unchanged
+
+    @contextmanager
+    def _answering(self, arguments: Sequence[Any]) -> Iterator[None]:
+        """Answer a reference in float64 that asks for a dtype as the pass in the tested dtype would."""
+        if torch.is_autocast_enabled("cpu"):
+            yield  # autocast chooses dtypes by itself, which no call shows
+            return
+        for leaf, argument in zip(self._leaves, arguments, strict=True):
+            if isinstance(argument, torch.Tensor) and argument.dtype == torch.float64:
+                claim_dtype(argument, leaf.dtype)
+        with AskedDtype(self.dtype):
+            yield
 
     def _called(self, function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
         """Call a function with the flattened arguments; a module also with its parameters and buffers."""
