@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -16,6 +16,7 @@ from consistency.numerics.error_spread import ErrorFigures, Spread
 from consistency.numerics.not_finite import count_not_finite
 from consistency.numerics.real import Real
 from consistency.numerics.rules import LEAST_FACTOR, error_factor, passes
+from consistency.testing.explanation import WrongResult, explain
 
 Status = Literal["within", "inconclusive", "outside"]
 
@@ -48,6 +49,8 @@ class ResultError:
         The verdict. A result is ``inconclusive`` where rounding may be so large that a wrong result could pass.
     reason : str
         Why the status is not ``within``, in words.
+    explanation : str
+        How much of a result is outside, where, and what would explain it, in words.
     ratio : float
         The largest error divided by its limit, of a single element, of a row or of the scale of all; more than 1 is
         beyond what rounding may do.
@@ -64,6 +67,7 @@ class ResultError:
     name: str
     status: Status
     reason: str = ""
+    explanation: str = ""
     ratio: float = 0.0
     worst: tuple[int, ...] | None = None
     got: float = 0.0
@@ -77,10 +81,14 @@ class ResultError:
         lines = [f"{self.name}: {self.status}"]
         if self.reason:
             lines[0] += f", {self.reason}"
+        if self.explanation:
+            lines.append(f"  {self.explanation}")
         if self.worst is not None:
+            # beside a value that nearly cancels, the distance to the next number says nothing
+            in_ulp = f" = {self.ulp:.3g} ulp" if self.error <= abs(self.exact) else ""
             lines += [
                 f"  worst element {list(self.worst)}: got {self.got:.9g}, exact {self.exact:.9g}",
-                f"  error {self.error:.3g} = {self.ulp:.3g} ulp, allowed {self.allowed:.3g};"
+                f"  error {self.error:.3g}{in_ulp}, allowed {self.allowed:.3g};"
                 f" all together may be off by {100 * self.share:.2g} % of the values",
             ]
         return "\n".join(lines)
@@ -116,7 +124,14 @@ def allowance(drawn: Sequence[torch.Tensor], exact: torch.Tensor) -> Spread:
 
 
 def judged(
-    name: str, actual: Any, exact: Any, drawn: Sequence[Any], undecided: Undecided, *, any_dtype: bool = False
+    name: str,
+    actual: Any,
+    exact: Any,
+    drawn: Sequence[Any],
+    undecided: Undecided,
+    *,
+    any_dtype: bool = False,
+    others: Mapping[str, torch.Tensor] | None = None,
 ) -> ResultError:
     """Judge one result: first its shape and its dtype, then its values.
 
@@ -132,6 +147,8 @@ def judged(
     any_dtype : bool
         A tensor may have another dtype of the same kind (floating-point, complex, whole) than the reference's; it is
         judged as what it is.
+    others : mapping of str to torch.Tensor, optional
+        Exact values of other results, in float64, which a wrong one may have instead.
     """
     if not isinstance(actual, torch.Tensor) or not isinstance(exact, torch.Tensor):
         is_of_one_type = type(actual) is type(exact)
@@ -145,7 +162,7 @@ def judged(
     wrong_dtype = _describe_wrong_dtype(actual.dtype, drawn[0].dtype, any_dtype=any_dtype)
     if wrong_dtype is not None:
         return _outside(name, wrong_dtype)
-    return _judge_values(name, actual, exact, drawn, undecided)
+    return _judge_values(name, actual, exact, drawn, undecided, others or {})
 
 
 def _describe_wrong_dtype(actual: torch.dtype, wanted: torch.dtype, *, any_dtype: bool) -> str | None:
@@ -160,7 +177,12 @@ def _describe_wrong_dtype(actual: torch.dtype, wanted: torch.dtype, *, any_dtype
 
 
 def _judge_values(
-    name: str, actual: torch.Tensor, exact: torch.Tensor, drawn: Sequence[torch.Tensor], undecided: Undecided
+    name: str,
+    actual: torch.Tensor,
+    exact: torch.Tensor,
+    drawn: Sequence[torch.Tensor],
+    undecided: Undecided,
+    others: Mapping[str, torch.Tensor],
 ) -> ResultError:
     """Judge the values of a tensor; the parameters are those of `judged`."""
     if actual.is_complex():
@@ -174,7 +196,8 @@ def _judge_values(
         dtype = drawn[0].dtype if drawn[0].dtype in UNIT_ROUNDOFF else torch.float32
         actual = actual.to(dtype)
     check_dtype(name, actual.dtype)
-    return _judge_numbers(name, actual, exact.to(torch.float64), [tensor.to(actual.dtype) for tensor in drawn])
+    exact = exact.to(torch.float64)
+    return _judge_numbers(name, actual, exact, [tensor.to(actual.dtype) for tensor in drawn], others)
 
 
 def _count_wrong_choices(
@@ -187,7 +210,13 @@ def _count_wrong_choices(
     return int((differs & ~undecided(actual, exact, drawn)).sum())
 
 
-def _judge_numbers(name: str, actual: torch.Tensor, exact: torch.Tensor, drawn: list[torch.Tensor]) -> ResultError:
+def _judge_numbers(
+    name: str,
+    actual: torch.Tensor,
+    exact: torch.Tensor,
+    drawn: list[torch.Tensor],
+    others: Mapping[str, torch.Tensor],
+) -> ResultError:
     """Judge a result of floating-point numbers; `exact` is float64, and passes have the dtype of the result."""
     # values beyond the largest number of the dtype become infinite
     stored = exact.to(actual.dtype)
@@ -206,15 +235,17 @@ def _judge_numbers(name: str, actual: torch.Tensor, exact: torch.Tensor, drawn: 
     worst = _index_of_largest(error / allowed.clamp_min(1e-300))
     worst_error = float(error[worst])
     status: Status = "within"
-    reason = ""
+    reason = explanation = ""
     if not passes(figures.ratio):
         status, reason = "outside", _figures_beyond_limit(figures)
+        explanation = explain(WrongResult(got=actual, exact=exact, allowed=allowed), others)
     elif share > MOST_OF_SIGNAL and (figures.ratio or float(spread.limits.largest)):
         status, reason = "inconclusive", "rounding may be more than a tenth of the values"
     return ResultError(
         name=name,
         status=status,
         reason=reason,
+        explanation=explanation,
         ratio=figures.ratio,
         worst=worst,
         got=float(actual[worst]),

@@ -31,6 +31,9 @@ from consistency.worker.precision import products_of
 PASSES = 8
 """Passes with noise: as many as the tool computes for gradients, and enough for a tensor of one row."""
 
+_MOST_OF_REPR = 200
+"""Characters of a result in one line: pytest cuts what is longer than 240 in its middle."""
+
 CALLS = 3
 """Calls of the function under test: one, another to be the same, and one whose incoming gradients are not
 contiguous."""
@@ -40,7 +43,7 @@ _MOST_TIMES = 4
 19 times the largest figure of 8 passes, 4.2 times that of 32."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class WithinRounding:
     """The errors of a function's results and gradients.
 
@@ -65,6 +68,15 @@ class WithinRounding:
 
     def __bool__(self) -> bool:
         return self.status == "within"
+
+    def __repr__(self) -> str:
+        """Return one line that pytest does not cut when it shows `assert within_rounding(...)`."""
+        wrong = [result for result in self.results if result.status != "within"]
+        if not wrong:
+            return f"<within rounding: {self.name}>"
+        first = f"{wrong[0].name}: {wrong[0].status}, {wrong[0].explanation or wrong[0].reason}"
+        further = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+        return f"<{first[:_MOST_OF_REPR]}{further}>"
 
     def __str__(self) -> str:
         shown = [result for result in self.results if result.status != "within"] or list(self.results)
@@ -342,7 +354,8 @@ class _Passes:
     def judge_one(self, name: str, actual: Any) -> ResultError:
         """Judge one result by the passes so far."""
         noisy = [computed[name] for computed in self._drawn]
-        return judged(name, actual, self._exact[name], noisy, self._undecided, any_dtype=self._any_dtype)
+        others = {other: value for other, value in self._exact.items() if other != name and _is_plain(value)}
+        return judged(name, actual, self._exact[name], noisy, self._undecided, any_dtype=self._any_dtype, others=others)
 
     def _draw(self) -> None:
         """Compute the first passes, or as many again as there are."""
@@ -357,6 +370,10 @@ class _Passes:
         for decision, operands in self._call.decisions(self._least, self._noise):
             may_differ |= _may_differ(decision, operands, got, truth)
         return may_differ
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype == torch.float64
 
 
 def _is_inconclusive(result: ResultError) -> bool:
