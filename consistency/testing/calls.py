@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
 
@@ -137,8 +138,8 @@ class FunctionCall:
     def on(self, device: torch.device, *, calls: int = 1, strided: bool = False) -> list[Call]:
         """Compute the function that is judged, on a device, several times with equal inputs.
 
-        Before each call but the first, memory of the size of its results is filled with NaN and freed, so that what a
-        kernel leaves unwritten seldom has the values of the call before.
+        In the second, memory that `torch.empty` returns is filled with NaN: what a kernel leaves unwritten often has
+        the values of the call before, or zeros.
 
         Parameters
         ----------
@@ -151,21 +152,30 @@ class FunctionCall:
         for number in range(1, calls):
             is_strided = strided and has_gradients and number == calls - 1
             try:
-                computed = self._computed(self._function, device, by_torch=False, is_strided=is_strided, earlier=first)
+                computed = self._computed(
+                    self._function, device, by_torch=False, is_strided=is_strided, fills=number == 1
+                )
             except Exception as error:  # of any function: the first call raised none
                 made.append(Call(computed={}, error=first_line(error), is_strided=is_strided))
             else:
                 made.append(Call(computed=computed, strides=self._strides, is_strided=is_strided))
         return made
 
+    def calls_any(self, operations: Collection[Any], device: torch.device) -> bool:
+        """Report whether the function calls one of torch's operations on a device, by one call more."""
+        called: set[Any] = set()
+        with _Noting(called):
+            self._computed(self._function, device, by_torch=False)
+        return not called.isdisjoint(operations)
+
     @property
     def strides(self) -> dict[str, tuple[int, ...]]:
         """Return the strides of each tensor that the latest call returned."""
         return self._strides
 
-    def exact(self) -> Computed:
-        """Compute the reference in float64 on the CPU."""
-        with self._in_float64(), _needed("in float64"):
+    def exact(self, replayed: Sequence[Decision] = ()) -> Computed:
+        """Compute the reference in float64 on the CPU, with these outcomes of its first decisions."""
+        with self._in_float64(), _forcing(replayed), _needed("in float64"):
             return self._computed(self._reference, torch.device("cpu"), wide=True)
 
     @contextmanager
@@ -174,9 +184,9 @@ class FunctionCall:
         with _eagerly(), Float64Mode(), _SameDraws(self.dtype):
             yield
 
-    def with_noise(self, seeds: range, noise: Noise) -> list[Computed]:
-        """Compute the reference with random rounding errors on the CPU."""
-        return [self._noisy(noise(seed)) for seed in seeds]
+    def with_noise(self, seeds: range, noise: Noise, replayed: Sequence[Decision] = ()) -> list[Computed]:
+        """Compute the reference with random rounding errors on the CPU, with these outcomes of its first decisions."""
+        return [self._noisy(noise(seed), _forcing(replayed)) for seed in seeds]
 
     def _noisy(self, *modes: AbstractContextManager[Any]) -> Computed:
         """Compute the reference on the CPU inside some modes, and in the autocast that is on for the device."""
@@ -189,23 +199,37 @@ class FunctionCall:
                 stack.enter_context(mode)
             return self._computed(self._reference, torch.device("cpu"))
 
-    def decisions(self, passes: int, noise: Noise) -> list[tuple[Decision, list[torch.Tensor]]]:
+    def decisions(
+        self, passes: int, noise: Noise, *, gradient: bool = False
+    ) -> list[tuple[Decision, list[torch.Tensor]]]:
         """Compute the reference once more for its decisions, such as a comparison or an order.
 
         Each is returned with its operand in every pass; decisions whose operands have other shapes there are left out.
+
+        Parameters
+        ----------
+        gradient : bool
+            Note also the decisions that a gradient alone depends on.
         """
         exact: list[Decision] = []
-        with self._in_float64(), _noting(exact):
+        with self._in_float64(), _noting(exact, gradient=gradient):
             self._computed(self._reference, torch.device("cpu"), wide=True)
         drawn: list[list[Decision]] = []
-        for seed in range(passes):
+        for seed in range(passes if exact else 0):
             drawn.append([])
-            self._noisy(noise(seed), _noting(drawn[-1]))
+            self._noisy(noise(seed), _noting(drawn[-1], gradient=gradient))
         decisions = []
         for decision, *noisy_decisions in zip(exact, *drawn, strict=False):
             operands = [noisy.operand for noisy in noisy_decisions]
             if all(operand.shape == decision.operand.shape for operand in operands):
                 decisions.append((decision, operands))
+        return decisions
+
+    def decisions_on(self, device: torch.device) -> list[Decision]:
+        """Compute the function that is judged once more, for the decisions of torch's operations in it."""
+        decisions: list[Decision] = []
+        with _noting(decisions, gradient=True):
+            self._computed(self._function, device, by_torch=False)
         return decisions
 
     def _computed(
@@ -216,7 +240,7 @@ class FunctionCall:
         wide: bool = False,
         by_torch: bool = True,
         is_strided: bool = False,
-        earlier: Computed | None = None,
+        fills: bool = False,
     ) -> Computed:
         """Call a function, and return its results, what it changed, and the gradients.
 
@@ -228,9 +252,10 @@ class FunctionCall:
             Whether torch computes it all, and so counts most of the writes to an input: kernels do not.
         is_strided : bool
             Whether its incoming gradients are not contiguous.
-        earlier : dict, optional
-            Results of an earlier call: memory of their sizes is filled with NaN and freed before this one.
+        fills : bool
+            Whether memory that nothing was written to is filled with NaN.
         """
+        filling = _filling() if fills else None
         with _disable_current_modes():
             leaves = [
                 self._prepared(leaf, device, wide, has_gradient and self._gradients)
@@ -240,9 +265,8 @@ class FunctionCall:
         with torch.set_grad_enabled(self._gradients or torch.is_grad_enabled()), determinism.seeded():
             if self._writes:
                 arguments = [_copied(leaf, keeps_graph=True) for leaf in leaves]
-            _leave_nan(earlier, device)
             try:
-                with self._answering(arguments) if wide else nullcontext():
+                with self._answering(arguments) if wide else filling or nullcontext():
                     result = self._called(function, arguments)
             except RuntimeError as error:
                 # a leaf cannot be written to; what is not one warns under torch.compile, so it is no more than needed
@@ -250,18 +274,17 @@ class FunctionCall:
                     raise
                 self._writes = True  # from now on arguments are copies that keep the graph, which can be written to
                 return self._computed(
-                    function, device, wide=wide, by_torch=by_torch, is_strided=is_strided, earlier=earlier
+                    function, device, wide=wide, by_torch=by_torch, is_strided=is_strided, fills=fills
                 )
             results = {f"result{keystr(path)}": value for path, value in tree_flatten_with_path(result)[0]}
             self._strides = _strides_of(results)
             unchanged = self._add_changed_inputs(results, leaves, arguments, by_torch=by_torch)
             computed: Computed = each_tensor(_finished, results)
             if self._gradients:
-                _leave_nan(earlier, device)
                 versions = {name: argument._version for name, (_, argument) in unchanged.items()}
                 # copies that keep the graph are no leaves: their gradients are those of what they were copied from
                 sources = leaves if self._writes else arguments
-                computed |= self._backward(results, sources, is_strided=is_strided, by_torch=by_torch)
+                computed |= self._backward(results, sources, filling, is_strided=is_strided, by_torch=by_torch)
                 for name, (before, after) in unchanged.items():
                     # torch's own backward pass counts what it writes
                     may_be_changed = after._version != versions[name] or not by_torch
@@ -324,12 +347,23 @@ class FunctionCall:
         return leaf.requires_grad_(has_gradient and differentiable)
 
     def _backward(
-        self, results: Mapping[str, Any], leaves: Sequence[Any], *, is_strided: bool, by_torch: bool
+        self,
+        results: Mapping[str, Any],
+        leaves: Sequence[Any],
+        mode: TorchFunctionMode | None,
+        *,
+        is_strided: bool,
+        by_torch: bool,
     ) -> Computed:
         """Return the gradients of all leaves, from output gradients that are the same in every pass.
 
         One backward pass goes from all results at once. A leaf that no result depends on has a gradient of zeros. An
         output gradient that the function writes to is returned too.
+
+        Parameters
+        ----------
+        mode : TorchFunctionMode, optional
+            The mode in which the backward pass runs.
         """
         names = [name for name, leaf in zip(self._names, leaves, strict=True) if _has_gradient(leaf)]
         differentiated = [leaf for leaf in leaves if _has_gradient(leaf)]
@@ -340,8 +374,12 @@ class FunctionCall:
         if is_strided:
             incoming = [_with_other_strides(gradient) for gradient in incoming]
         versions = [gradient._version for gradient in incoming]
-        start = _OutputGradients.apply(incoming, *outputs.values())  # type: ignore[no-untyped-call]
-        gradients = torch.autograd.grad(start, differentiated, allow_unused=True)
+        # torch.autograd.grad imports SymPy to compare shapes, a second of a first assertion, and hides a function mode
+        # from the backward passes of the function
+        with mode or nullcontext():
+            gradients = torch.autograd.Variable._execution_engine.run_backward(
+                tuple(outputs.values()), tuple(incoming), False, False, tuple(differentiated), True, False
+            )
         computed: Computed = {}
         for name, leaf, gradient in zip(names, differentiated, gradients, strict=True):
             whole = torch.zeros_like(leaf) if gradient is None else gradient  # None where no result depends on the leaf
@@ -375,20 +413,33 @@ class FunctionCall:
             return deviates.to(result.device, result.dtype, copy=True)
 
 
-class _OutputGradients(torch.autograd.Function):
-    """Bring gradients to the outputs of a function, as the backward pass of what follows them would.
+class _FilledMemory(TorchFunctionMode):
+    """Fill floating-point memory that nothing was written to with NaN."""
 
-    `torch.autograd.grad` takes them too, and imports SymPy to compare their shapes: a second of the first assertion.
-    """
+    _EMPTY = frozenset(
+        {torch.empty, torch.empty_like, torch.empty_strided, torch.Tensor.new_empty, torch.Tensor.new_empty_strided}
+    )
 
-    @staticmethod
-    def forward(ctx: Any, incoming: Sequence[torch.Tensor], *outputs: torch.Tensor) -> torch.Tensor:
-        ctx.incoming = incoming
-        return torch.zeros((), device=outputs[0].device)
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        is_unwritten = func in self._EMPTY and (result.is_floating_point() or result.is_complex())
+        return result.detach().fill_(torch.nan).requires_grad_(result.requires_grad) if is_unwritten else result
 
-    @staticmethod
-    def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return None, *ctx.incoming
+
+class _Noting(DispatchMode):
+    """Add each operation that is called to a set."""
+
+    def __init__(self, called: set[Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves this class untyped
+        self._called = called
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        self._called.add(func)
+        return func(*args, **(kwargs or {}))
 
 
 class _SameDraws(DispatchMode):
@@ -439,13 +490,9 @@ def _with_other_strides(tensor: torch.Tensor) -> torch.Tensor:
     return other.copy_(tensor)
 
 
-def _leave_nan(earlier: Computed | None, device: torch.device) -> None:
-    """Fill memory of the size of each result of an earlier call with NaN, and free it."""
-    tensors = [value for value in (earlier or {}).values() if isinstance(value, torch.Tensor)]
-    real = [tensor for tensor in tensors if tensor.is_floating_point()]
-    # all at once: one after the other they would be the same memory
-    filled = [torch.full_like(tensor, torch.nan, device=device) for tensor in real]
-    filled.clear()
+def _filling() -> _FilledMemory | None:
+    """Return a mode that fills memory with NaN; None in a process with torch's compiler, which would compile anew."""
+    return None if "torch._dynamo" in sys.modules else _FilledMemory()
 
 
 def _strides_of(results: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -513,14 +560,30 @@ def _check_parameters(module: torch.nn.Module, reference: torch.nn.Module) -> No
     )
 
 
-def _noting(decisions: list[Decision]) -> DecisionMode:
-    """Return a mode that appends every decision, with copies of its tensors, to a list."""
+def _noting(decisions: list[Decision], *, gradient: bool) -> DecisionMode:
+    """Return a mode that appends every decision, with copies of its tensors on the CPU, to a list."""
 
     def watch(decision: Decision) -> None:
-        copies = {name: getattr(decision, name).clone() for name in ("operand", "decided")}
+        copies = {name: getattr(decision, name).to("cpu", copy=True) for name in ("operand", "decided")}
         decisions.append(replace(decision, **copies))
 
-    return DecisionMode(watch, gradient=False)
+    return DecisionMode(watch, gradient=gradient)
+
+
+def _forcing(decisions: Sequence[Decision]) -> AbstractContextManager[Any]:
+    """Return a mode in which the first decisions have these outcomes."""
+    if not decisions:
+        return nullcontext()
+    wanted = iter(decisions)
+
+    def watch(decision: Decision) -> torch.Tensor | None:
+        forced = next(wanted, None)
+        is_alike = forced is not None and forced.name == decision.name
+        if forced is None or not is_alike or forced.decided.shape != decision.decided.shape:
+            return None
+        return None if torch.equal(forced.decided, decision.decided) else forced.decided
+
+    return DecisionMode(watch, gradient=True)
 
 
 @contextmanager

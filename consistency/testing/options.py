@@ -111,7 +111,7 @@ def check_options(
     calls: object = 1,
     strides: object = False,
     consumes: object = (),
-    nondeterministic: object = False,
+    nondeterministic: object = None,
     allow: object,
 ) -> None:
     """Raise an error that names the option whose value cannot be used."""
@@ -127,7 +127,8 @@ def check_options(
     if not _is_whole(calls, least=1):
         raise _unusable("calls=", calls, "1 or more")
     _check_truth_value("strides=", strides)
-    _check_truth_value("nondeterministic=", nondeterministic)
+    if nondeterministic is not None:
+        _check_truth_value("nondeterministic=", nondeterministic)
     _check_names("consumes=", consumes)
     if allow is not None and not isinstance(allow, Allow):
         raise _unusable("allow=", allow, "consistency.testing.Allow(...)")

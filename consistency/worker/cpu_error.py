@@ -140,7 +140,14 @@ def products_of_run(job: Job, model: torch.nn.Module) -> dict[str, Products]:
 
 
 @contextmanager
-def with_noise(products: Products, seed: int, *, toward_zero: bool = False, is_kept: bool = False) -> Iterator[None]:
+def with_noise(
+    products: Products,
+    seed: int,
+    *,
+    toward_zero: bool = False,
+    is_kept: bool = False,
+    sums_in_half: bool = True,
+) -> Iterator[None]:
     """Compute on the CPU as a healthy device with such products may, with other rounding errors for each seed.
 
     A device may have attention by a fused kernel, or by its formula: every other pass is one, from the first on. The
@@ -148,7 +155,9 @@ def with_noise(products: Products, seed: int, *, toward_zero: bool = False, is_k
     """
     attention = nullcontext() if seed % 2 else FusedAttention()
     partial = {getattr(torch, dtype): terms for dtype, terms in products.partial_terms.items()}
-    noise = RoundingNoise(seed, partial_terms=partial, toward_zero=toward_zero, is_kept=is_kept)
+    noise = RoundingNoise(
+        seed, partial_terms=partial, toward_zero=toward_zero, is_kept=is_kept, sums_in_half=sums_in_half
+    )
     with computing_with(products), by_formula(), attention, noise:
         yield
 

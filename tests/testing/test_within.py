@@ -311,7 +311,7 @@ def test_what_was_compiled_runs_as_written_in_the_passes() -> None:
 
 def test_a_function_without_float64_needs_a_reference() -> None:
     def fixed(x: torch.Tensor) -> torch.Tensor:
-        if x.dtype != torch.bfloat16:
+        if x.untyped_storage().nbytes() != 2 * x.numel():  # as code in C++ would see it
             raise TypeError("only bfloat16")
         return x * 2
 
@@ -594,3 +594,65 @@ def test_importing_it_imports_no_model_library() -> None:
     )
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == []
+
+
+class NormInFloat32(torch.autograd.Function):
+    """A layer norm whose backward pass adds up the gradient of its weight in float32, as kernels for GPUs do."""
+
+    factor = 1.0
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return functional.layer_norm(x.float(), weight.shape, weight.float()).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *incoming: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, weight = (tensor.detach().float().requires_grad_() for tensor in ctx.saved_tensors)
+        with torch.enable_grad():
+            result = functional.layer_norm(x, weight.shape, weight)
+        of_x, of_weight = torch.autograd.grad(result, (x, weight), incoming[0].float())
+        scaled = of_weight * NormInFloat32.factor
+        return of_x.to(incoming[0].dtype), scaled.to(incoming[0].dtype)
+
+
+def test_sums_in_a_half_type_are_noise_for_torchs_own_norms_on_the_cpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return functional.layer_norm(x, weight.shape, weight)
+
+    inputs = drawn(1024, 64), drawn(64, seed=1)
+    in_float32: Callable[..., torch.Tensor] = NormInFloat32.apply
+    # torch's own kernel for the CPU adds up 1024 rows in bfloat16
+    assert within_rounding(norm, *inputs, dtype=torch.bfloat16).status != "outside"
+    healthy = within_rounding(in_float32, *inputs, dtype=torch.bfloat16, reference=norm)
+    assert healthy, str(healthy)
+    assert healthy.results[2].share < 0.02
+    monkeypatch.setattr(NormInFloat32, "factor", 1.1)
+    wrong = within_rounding(in_float32, *inputs, dtype=torch.bfloat16, reference=norm)
+    assert [result.name for result in wrong.results if result.status == "outside"] == ["gradient of input 1"]
+
+
+def routed(x: torch.Tensor, gate: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+    """Send each token to two experts, chosen by scores in the tokens' dtype."""
+    weights, chosen = (x @ gate).softmax(-1).topk(2, -1)
+    return (torch.einsum("th,tkhd->tkd", x, experts[chosen]) * weights[..., None]).sum(1)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_router_in_a_half_type_is_judged_by_its_own_choices(seed: int) -> None:
+    x, gate, experts = drawn(256, 64, seed=seed), drawn(64, 32, seed=seed + 10) / 8, drawn(32, 64, 64, seed=20) / 8
+    healthy = within_rounding(routed, x, gate, experts, dtype=torch.bfloat16, gradients=False)
+    assert healthy, str(healthy)
+
+    def other_experts(x: torch.Tensor, gate: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+        weights, chosen = (x @ gate).softmax(-1).topk(3, -1)
+        return (torch.einsum("th,tkhd->tkd", x, experts[chosen[:, 1:]]) * weights[:, 1:, None]).sum(1)
+
+    def wrong_scale(x: torch.Tensor, gate: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+        return routed(x, gate, experts) * 1.05
+
+    for wrong in (other_experts, wrong_scale):
+        judgement = within_rounding(
+            wrong, x, gate, experts, dtype=torch.bfloat16, reference=routed, gradients=False, allow=Allow(dtype=True)
+        )
+        assert judgement.status == "outside"
