@@ -51,7 +51,7 @@ from __future__ import annotations
 import enum
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -88,7 +88,9 @@ _IN_STEPS = frozenset({
 _SCALED_NORMS = {_aten.native_layer_norm.default: (2, 3), _aten.native_group_norm.default: (1, 2)}
 """Norms, and where their weight and bias are among the arguments."""
 
-NORM_GRADIENTS = {
+HalfSums = Mapping[Any, Callable[[tuple[Any, ...]], int]]
+
+NORM_GRADIENTS: HalfSums = {
     _aten.native_layer_norm_backward.default: lambda args: math.prod(args[1].shape) // math.prod(args[2]),
     _aten.native_group_norm_backward.default: lambda args: args[5] * args[7],
 }
@@ -372,8 +374,9 @@ class RoundingNoise(DispatchMode):
         Each partial sum of float32 is cut instead of rounded.
     is_kept : bool, optional
         Keep the seed's pools for the next pass with it, 9 MB.
-    sums_in_half : bool, optional
-        Gradients of a norm's parameters may be added up in the half type, as torch's kernels for the CPU do.
+    half_sums : mapping, optional
+        Backward passes of norms that may add up the gradients of parameters in the half type, as torch's kernels for
+        the CPU do, each with a function of its arguments: how many rows they add up.
     """
 
     _active: ClassVar[list[RoundingNoise]] = []
@@ -385,11 +388,11 @@ class RoundingNoise(DispatchMode):
         partial_terms: Mapping[torch.dtype, int] | None = None,
         toward_zero: bool = False,
         is_kept: bool = False,
-        sums_in_half: bool = True,
+        half_sums: HalfSums = NORM_GRADIENTS,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves this class untyped
         self._toward_zero = toward_zero
-        self._sums_in_half = sums_in_half
+        self._half_sums = half_sums
         self._partial_terms = partial_terms or {}
         keeps_pools = is_kept or seed < _KEPT_SEEDS
         self._pools = _kept_pools(seed) if keeps_pools else _Pools(seed)
@@ -457,8 +460,8 @@ class RoundingNoise(DispatchMode):
             if self._stores_steps and args[0].dtype in _HALF:
                 if func in _SCALED_NORMS:
                     return _norm_with_stores(steps, args, *_SCALED_NORMS[func])
-                if func in NORM_GRADIENTS and self._sums_in_half:
-                    return self._norm_gradients_in_half(steps, args, NORM_GRADIENTS[func](args))
+                if func in self._half_sums:
+                    return self._norm_gradients_in_half(steps, args, self._half_sums[func](args))
                 if func in _BATCH_NORMS and args[5]:  # in training: else the statistics are given
                     return _batch_norm_by_stored_statistics(steps, args)
                 if func is _aten._log_softmax.default and not args[2] and args[0].numel():

@@ -161,12 +161,12 @@ class FunctionCall:
                 made.append(Call(computed=computed, strides=self._strides, is_strided=is_strided))
         return made
 
-    def calls_any(self, operations: Collection[Any], device: torch.device) -> bool:
-        """Report whether the function calls one of torch's operations on a device, by one call more."""
+    def operations_on(self, device: torch.device) -> set[Any]:
+        """Return the operations of torch's that the function calls on a device, by one call more."""
         called: set[Any] = set()
         with _Noting(called):
             self._computed(self._function, device, by_torch=False)
-        return not called.isdisjoint(operations)
+        return called
 
     @property
     def strides(self) -> dict[str, tuple[int, ...]]:

@@ -27,7 +27,7 @@ from consistency.numerics.fused_attention import FusedAttention
 from consistency.numerics.precision import Precision
 from consistency.numerics.real import Real
 from consistency.numerics.reduced_products import ReducedProducts
-from consistency.numerics.rounding_noise import RoundingNoise
+from consistency.numerics.rounding_noise import NORM_GRADIENTS, HalfSums, RoundingNoise
 from consistency.numerics.rules import RoundingError
 from consistency.worker import determinism
 from consistency.worker.bound_kernels import multiplies_in_triton
@@ -146,7 +146,7 @@ def with_noise(
     *,
     toward_zero: bool = False,
     is_kept: bool = False,
-    sums_in_half: bool = True,
+    half_sums: HalfSums = NORM_GRADIENTS,
 ) -> Iterator[None]:
     """Compute on the CPU as a healthy device with such products may, with other rounding errors for each seed.
 
@@ -156,7 +156,7 @@ def with_noise(
     attention = nullcontext() if seed % 2 else FusedAttention()
     partial = {getattr(torch, dtype): terms for dtype, terms in products.partial_terms.items()}
     noise = RoundingNoise(
-        seed, partial_terms=partial, toward_zero=toward_zero, is_kept=is_kept, sums_in_half=sums_in_half
+        seed, partial_terms=partial, toward_zero=toward_zero, is_kept=is_kept, half_sums=half_sums
     )
     with computing_with(products), by_formula(), attention, noise:
         yield
