@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import msgspec
+import numpy as np
 import torch
 
 from consistency.errors import UsageError
@@ -329,9 +330,8 @@ def check_dtype(name: str, dtype: torch.dtype) -> None:
 def _index_of_largest(values: torch.Tensor) -> tuple[int, ...]:
     """Return the index of the largest element; of a scalar, `()`."""
     flat_index = int(values.reshape(-1).to(torch.float64).argmax())
-    if not values.dim():
-        return ()
-    return tuple(int(index) for index in torch.unravel_index(torch.tensor(flat_index), values.shape))
+    # torch.unravel_index imports SymPy, a second of a first assertion
+    return tuple(int(index) for index in np.unravel_index(flat_index, tuple(values.shape)))
 
 
 def _rms(values: torch.Tensor) -> float:

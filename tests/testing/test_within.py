@@ -596,6 +596,18 @@ def test_importing_it_imports_no_model_library() -> None:
     assert done.stdout.split() == []
 
 
+@pytest.mark.process
+def test_the_first_assertion_imports_no_compiler() -> None:
+    code = (
+        "import sys, torch\n"
+        "from consistency.testing import assert_within_rounding\n"
+        "assert_within_rounding(lambda x, y: (x @ y).relu(), torch.ones(4, 4), torch.ones(4, 4))\n"
+        "print(*[m for m in ('sympy', 'torch._dynamo') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []
+
+
 class NormInFloat32(torch.autograd.Function):
     """A layer norm whose backward pass adds up the gradient of its weight in float32, as kernels for GPUs do."""
 
