@@ -228,9 +228,11 @@ class _Operation:
         Whether it writes in place.
     kind : _Kind
         How it rounds.
+    is_for_several : bool
+        Whether its noise is the same for several passes together as for each alone.
     """
 
-    __slots__ = ("factors", "func", "is_mutable", "kind", "name")
+    __slots__ = ("factors", "func", "is_for_several", "is_mutable", "kind", "name")
 
     def __init__(self, func: Any) -> None:
         self.func = func
@@ -238,6 +240,8 @@ class _Operation:
         self.factors = _FACTORS.get(func, (0, 1))
         self.is_mutable = bool(func._schema.is_mutable)
         self.kind = self._find_kind()
+        draws = torch.Tag.nondeterministic_seeded in func.tags
+        self.is_for_several = not draws and (self.kind in _TOGETHER or func in _SOFTMAX)
 
     def _find_kind(self) -> _Kind:
         func = self.func
@@ -256,6 +260,21 @@ class _Operation:
         if func._can_decompose():
             return _Kind.IN_STEPS
         return _Kind.ROUNDING
+
+
+_SOFTMAX = frozenset({
+    _aten._softmax.default, _aten._softmax_backward_data.default, _aten.logsumexp.default,
+})  # fmt: skip
+"""Operations in steps whose steps are the same with one more dimension of operands."""
+
+_TOGETHER = frozenset({
+    _Kind.EXACT, _Kind.CAST, _Kind.PRODUCT, _Kind.SUM, _Kind.FUNCTION, _Kind.WITH_MASKS, _Kind.ROUNDING,
+})  # fmt: skip
+"""Kinds of operations whose noise does not depend on how many passes are computed together."""
+
+
+class NotTogetherError(RuntimeError):
+    """An operation has another noise if several passes are computed together, as one more dimension of operands."""
 
 
 _operations: dict[int, _Operation] = {}
@@ -377,6 +396,8 @@ class RoundingNoise(DispatchMode):
     half_sums : mapping, optional
         Backward passes of norms that may add up the gradients of parameters in the half type, as torch's kernels for
         the CPU do, each with a function of its arguments: how many rows they add up.
+    together : bool, optional
+        Refuse what may not be computed for several passes together, by a `NotTogetherError`.
     """
 
     _active: ClassVar[list[RoundingNoise]] = []
@@ -389,6 +410,7 @@ class RoundingNoise(DispatchMode):
         toward_zero: bool = False,
         is_kept: bool = False,
         half_sums: HalfSums = NORM_GRADIENTS,
+        together: bool = False,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves this class untyped
         self._toward_zero = toward_zero
@@ -397,6 +419,7 @@ class RoundingNoise(DispatchMode):
         keeps_pools = is_kept or seed < _KEPT_SEEDS
         self._pools = _kept_pools(seed) if keeps_pools else _Pools(seed)
         self._operations = 0
+        self._together = together
         self._stores_steps = seed % 2 == 1  # every other seed, see "Norms in a half type" above
 
     def __enter__(self) -> RoundingNoise:
@@ -435,6 +458,8 @@ class RoundingNoise(DispatchMode):
     ) -> Any:
         operation, kwargs = _operation(func), kwargs or {}
         kind = operation.kind
+        if self._together:
+            _check_together(operation)
         if kind is _Kind.EXACT:
             return func(*args, **kwargs)
         if kind is _Kind.PRODUCT:
@@ -639,6 +664,12 @@ class RoundingNoise(DispatchMode):
             begin = self._operations * _STRIDE % _LENGTH
             parts.append(pool[begin : begin + min(_LENGTH, elements - start)])
         return torch.cat(parts).view(like.shape)
+
+
+def _check_together(operation: _Operation) -> None:
+    """Raise an error unless an operation has the same noise for each of several passes as for one alone."""
+    if not operation.is_for_several:
+        raise NotTogetherError(operation.name)
 
 
 def _as_float32(value: Any) -> Any:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -20,6 +21,7 @@ from consistency.numerics.decisions import DecisionMode
 from consistency.numerics.dispatch_mode import DispatchMode
 from consistency.numerics.dtype import UNIT_ROUNDOFF
 from consistency.numerics.exact import Float64Mode
+from consistency.numerics.rounding_noise import NotTogetherError
 from consistency.numerics.widening import each_tensor
 from consistency.testing.asked_dtype import AskedDtype, claim_dtype
 from consistency.worker import determinism
@@ -28,8 +30,12 @@ Computed = dict[str, Any]
 """The results of a call, the inputs that it changed, and the gradients, by name; tensors are on the CPU, without a
 graph."""
 
-Noise = Callable[[int], AbstractContextManager[None]]
-"""Return the context of a pass with noise, by its seed."""
+
+class Noise(Protocol):
+    """Return the context of a pass with noise, by its seed; or of several passes that are computed together."""
+
+    def __call__(self, seed: int, *, together: bool = False) -> AbstractContextManager[None]: ...
+
 
 GRADIENT = "gradient of "
 """Beginning of the name of a gradient."""
@@ -45,6 +51,12 @@ _WRITES_OF_A_COPY = 1
 
 _LARGE = 1 << 14
 """Elements from which an input is not compared after each pass: that takes as long as the pass."""
+
+_MANY_OPERATIONS = 300
+"""Operations of a reference, with its backward pass, from which on passes are computed together: a recurrence."""
+
+_SMALL = 1 << 16
+"""Most elements of each input then: of larger ones an operation takes longer than Python takes to see it."""
 
 _OFFSETS = 256
 """Elements. A copy keeps the remainder of an input's offset over this, which decides how its memory is aligned, and one
@@ -116,6 +128,7 @@ class FunctionCall:
         self._gradients = gradients
         self._incoming_gradients: dict[tuple[int, Sequence[int]], torch.Tensor] = {}
         self._strides: dict[str, tuple[int, ...]] = {}  # of the results of the latest call
+        self._operations = 0  # of the latest pass in float64
         self._writes = False  # whether the function writes to its inputs, which the first call shows
         self._with_gradient = _choose_gradients(paths_and_leaves, default=gradients)
         real = [leaf for leaf in self._leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
@@ -133,6 +146,8 @@ class FunctionCall:
         self.device: torch.device = next(
             (leaf.device for leaf in self._leaves if isinstance(leaf, torch.Tensor)), torch.device("cpu")
         )
+        tensors = [leaf for leaf in self._leaves if isinstance(leaf, torch.Tensor)]
+        self._is_small = all(leaf.layout is torch.strided and leaf.numel() <= _SMALL for leaf in tensors)
         self.has_nan: bool = any(bool(leaf.isnan().any()) for leaf in real if leaf.layout is torch.strided)
 
     def on(self, device: torch.device, *, calls: int = 1, strided: bool = False) -> list[Call]:
@@ -175,21 +190,99 @@ class FunctionCall:
 
     def exact(self, replayed: Sequence[Decision] = ()) -> Computed:
         """Compute the reference in float64 on the CPU, with these outcomes of its first decisions."""
-        with self._in_float64(), _forcing(replayed), _needed("in float64"):
-            return self._computed(self._reference, torch.device("cpu"), wide=True)
+        with self._in_float64() as mode, _forcing(replayed), _needed("in float64"):
+            computed = self._computed(self._reference, torch.device("cpu"), wide=True)
+        # of attention every other pass is that of a fused kernel, so such passes are computed one by one
+        self._operations = 0 if mode.has_kernels else mode.operations
+        return computed
 
     @contextmanager
-    def _in_float64(self) -> Iterator[None]:
+    def _in_float64(self) -> Iterator[Float64Mode]:
         """Compute in float64, with the draws of the tested dtype."""
-        with _eagerly(), Float64Mode(), _SameDraws(self.dtype):
-            yield
+        with _eagerly(), _WithTestedDraws(self.dtype) as mode:
+            yield mode
 
     def with_noise(self, seeds: range, noise: Noise, replayed: Sequence[Decision] = ()) -> list[Computed]:
         """Compute the reference with random rounding errors on the CPU, with these outcomes of its first decisions."""
+        if not replayed and self._operations >= _MANY_OPERATIONS and self._is_small:
+            together = self._passes_together(len(seeds), noise(seeds.start, together=True))
+            if together is not None:
+                return together
         return [self._noisy(noise(seed), _forcing(replayed)) for seed in seeds]
 
-    def _noisy(self, *modes: AbstractContextManager[Any]) -> Computed:
-        """Compute the reference on the CPU inside some modes, and in the autocast that is on for the device."""
+    def _passes_together(self, count: int, mode: AbstractContextManager[None]) -> list[Computed] | None:
+        """Compute several passes at once, as one more dimension of all tensors; None where that cannot be done.
+
+        Of a reference in many small operations, such as a recurrence, a pass takes as long as Python takes to see each
+        operation. All passes have other noise, and other elements of one tensor have, too.
+        """
+        outcome: list[Computed] = []
+
+        def compute(function: Callable[..., Any], device: torch.device) -> None:
+            outcome.extend(self._computed_together(function, device, count))
+
+        try:
+            self._noisy(mode, compute=compute)
+        except (UsageError, RuntimeError):
+            # what vmap has no rule for, a value that Python asks for, or an operation with another noise
+            return None
+        return outcome
+
+    def _computed_together(self, function: Callable[..., Any], device: torch.device, count: int) -> list[Computed]:
+        """Call a function with one more dimension in front of all tensors, and return what each element of it has."""
+        with _disable_current_modes():
+            leaves = [
+                self._prepared(leaf, device, False, has_gradient and self._gradients)
+                for leaf, has_gradient in zip(self._leaves, self._with_gradient, strict=True)
+            ]
+            arguments = [_repeated(leaf, count) for leaf in leaves]
+        dimensions = [0 if isinstance(argument, torch.Tensor) else None for argument in arguments]
+        results: dict[str, Any] = {}
+        others: dict[str, Any] = {}
+
+        def called(*arguments: Any) -> list[torch.Tensor]:
+            for path, value in tree_flatten_with_path(self._called(function, arguments))[0]:
+                name = f"result{keystr(path)}"
+                (results if isinstance(value, torch.Tensor) else others)[name] = value
+            return [*results.values()]
+
+        with torch.set_grad_enabled(self._gradients or torch.is_grad_enabled()), determinism.seeded():
+            tensors = torch.func.vmap(called, in_dims=tuple(dimensions))(*arguments)
+            results = dict(zip(results, tensors, strict=True))
+            if any(isinstance(leaf, torch.Tensor) and leaf._version > _WRITES_OF_A_COPY for leaf in arguments):
+                raise NotTogetherError("an input that is written to")
+            computed: Computed = each_tensor(_finished, results)
+            if self._gradients:
+                computed |= self._gradients_together(results, arguments, count)
+        parts = [{name: tensor[number] for name, tensor in computed.items()} for number in range(count)]
+        return [{**part, **others} for part in parts]
+
+    def _gradients_together(self, results: Mapping[str, Any], arguments: Sequence[Any], count: int) -> Computed:
+        """Return the gradients of all arguments, with the same output gradients for each pass."""
+        named = {name: leaf for name, leaf in zip(self._names, arguments, strict=True) if _has_gradient(leaf)}
+        outputs = [value for value in results.values() if _has_gradient(value)]
+        if not outputs or not named:
+            return {}
+        incoming = [
+            self._incoming_gradient(output[0].detach(), number).expand(count, *output.shape[1:]).clone()
+            for number, output in enumerate(outputs)
+        ]
+        gradients = torch.autograd.Variable._execution_engine.run_backward(
+            tuple(outputs), tuple(incoming), False, False, tuple(named.values()), True, False
+        )
+        computed: Computed = {}
+        for (name, leaf), gradient in zip(named.items(), gradients, strict=True):
+            computed[f"{GRADIENT}{name}"] = _finished(torch.zeros_like(leaf) if gradient is None else gradient)
+        return computed
+
+    def _noisy(self, *modes: AbstractContextManager[Any], compute: Callable[..., Any] | None = None) -> Computed:
+        """Compute the reference on the CPU inside some modes, and in the autocast that is on for the device.
+
+        Parameters
+        ----------
+        compute : callable, optional
+            Computes a function on a device instead of `_computed`.
+        """
         kind = self.device.type
         with _eagerly(), ExitStack() as stack:
             # the CPU has an autocast of its own, which the device's does not switch on
@@ -197,7 +290,7 @@ class FunctionCall:
                 stack.enter_context(torch.autocast("cpu", dtype=torch.get_autocast_dtype(kind)))
             for mode in (*modes, _needed("on the CPU")):
                 stack.enter_context(mode)
-            return self._computed(self._reference, torch.device("cpu"))
+            return (compute or self._computed)(self._reference, torch.device("cpu"))
 
     def decisions(
         self, passes: int, noise: Noise, *, gradient: bool = False
@@ -442,19 +535,25 @@ class _Noting(DispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class _SameDraws(DispatchMode):
-    """Draw random numbers in the tested dtype inside `Float64Mode`: in float64 they would be others."""
+@functools.cache
+def _draws(func: Any) -> bool:
+    """Report whether an operation draws random numbers."""
+    return torch.Tag.nondeterministic_seeded in func.tags
+
+
+class _WithTestedDraws(Float64Mode):
+    """Compute in float64, but draw random numbers in the tested dtype: in float64 they would be others."""
 
     def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves this class untyped
+        super().__init__()
         self._dtype = dtype
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if not _draws(func):
+            return super().__torch_dispatch__(func, types, args, kwargs)
         kwargs = dict(kwargs or {})
-        if torch.Tag.nondeterministic_seeded not in func.tags:
-            return func(*args, **kwargs)
         with _disable_current_modes():
             narrow: list[tuple[torch.Tensor, torch.Tensor]] = []
 
@@ -476,6 +575,14 @@ class _SameDraws(DispatchMode):
                 return drawn.double() if drawn.dtype in TESTED else drawn
 
             return each_tensor(widened, result)
+
+
+def _repeated(leaf: Any, count: int) -> Any:
+    """Return copies of a tensor along one more dimension in front, a new leaf of autograd; anything else as it is."""
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    copies = leaf.detach().expand(count, *leaf.shape).clone()
+    return copies.requires_grad_(leaf.requires_grad)
 
 
 def _with_other_strides(tensor: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -36,9 +37,14 @@ def noise_of(allow: Allow, device: torch.device, *, sums_in_half: bool) -> Noise
     products = products_of(device) if allow.products is None else allow.products
     # the pools of a usual call's seeds are kept for the next call
     half_sums = NORM_GRADIENTS if sums_in_half else {}
-    return lambda seed: with_noise(
-        products, seed, toward_zero=allow.toward_zero, is_kept=seed < PASSES, half_sums=half_sums
-    )
+
+    def noise(seed: int, *, together: bool = False) -> AbstractContextManager[None]:
+        is_kept = seed < PASSES
+        return with_noise(
+            products, seed, toward_zero=allow.toward_zero, is_kept=is_kept, half_sums=half_sums, together=together
+        )
+
+    return noise
 
 
 def _may_differ(

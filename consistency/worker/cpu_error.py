@@ -147,16 +147,18 @@ def with_noise(
     toward_zero: bool = False,
     is_kept: bool = False,
     half_sums: HalfSums = NORM_GRADIENTS,
+    together: bool = False,
 ) -> Iterator[None]:
     """Compute on the CPU as a healthy device with such products may, with other rounding errors for each seed.
 
     A device may have attention by a fused kernel, or by its formula: every other pass is one, from the first on. The
     options are those of `RoundingNoise`.
     """
-    attention = nullcontext() if seed % 2 else FusedAttention()
+    # passes together have no attention: a mode of functions sees each of their many calls, in twice the time
+    attention = nullcontext() if seed % 2 or together else FusedAttention()
     partial = {getattr(torch, dtype): terms for dtype, terms in products.partial_terms.items()}
     noise = RoundingNoise(
-        seed, partial_terms=partial, toward_zero=toward_zero, is_kept=is_kept, half_sums=half_sums
+        seed, partial_terms=partial, toward_zero=toward_zero, is_kept=is_kept, half_sums=half_sums, together=together
     )
     with computing_with(products), by_formula(), attention, noise:
         yield

@@ -11,6 +11,8 @@ import torch
 
 from consistency.errors import UsageError
 from consistency.testing import Allow, WithinRounding, within_rounding
+from consistency.testing.calls import FunctionCall
+from consistency.testing.passes import noise_of
 from tests.testing.test_within import drawn, read_in_order, twice
 
 
@@ -212,3 +214,76 @@ def test_options_of_calls_have_only_values_that_can_be_used(option: dict[str, An
     with pytest.raises(UsageError) as raised:
         within_rounding(torch.exp, drawn(4, 4), **option)
     assert wanted in str(raised.value.wanted)
+
+
+def decayed(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Compute a recurrence in more operations than passes are computed one by one for."""
+    state = torch.zeros(x.shape[0], x.shape[2], dtype=torch.float32)
+    states = []
+    for step in range(x.shape[1]):
+        state = state * gate[:, step].float().sigmoid() + x[:, step].float()
+        states.append((state @ weight.float()).softmax(-1))
+    return torch.stack(states, 1).to(x.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_passes_of_a_recurrence_are_computed_together(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    inputs = drawn(2, 40, 8), drawn(2, 40, 8, seed=1), drawn(8, 8, seed=2)
+    apart = within_rounding(decayed, *inputs, dtype=dtype)
+    computed: list[int] = []
+    compute = FunctionCall._passes_together
+
+    def counting(call: FunctionCall, count: int, mode: Any) -> list[Any] | None:
+        passes = compute(call, count, mode)
+        computed.append(0 if passes is None else len(passes))
+        return passes
+
+    monkeypatch.setattr(FunctionCall, "_passes_together", counting)
+    together = within_rounding(decayed, *inputs, dtype=dtype)
+    assert together, str(together)
+    assert computed == [8]
+    monkeypatch.setattr(FunctionCall, "_passes_together", lambda *_: None)
+    apart = within_rounding(decayed, *inputs, dtype=dtype)
+    for one, other in zip(together.results, apart.results, strict=True):
+        assert one.name == other.name
+        assert one.exact == other.exact or one.worst != other.worst
+        assert 0.3 < one.share / other.share < 3  # limits of few passes vary
+
+    def without_last_gate(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return decayed(x, torch.cat([gate[:, :-1], gate[:, -1:] * 0.9], 1), weight)
+
+    monkeypatch.setattr(FunctionCall, "_passes_together", counting)
+    wrong = within_rounding(without_last_gate, *inputs, dtype=dtype, reference=decayed)
+    assert "result" in outside(wrong)
+
+
+@pytest.mark.parametrize("extra", ["number", "draw", "norm", "write", "attention"])
+def test_passes_that_cannot_be_computed_together_are_computed_one_by_one(extra: str) -> None:
+    def function(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        if extra == "number":
+            x = x * float(weight.detach().abs().max())
+        elif extra == "draw":
+            x = x + torch.rand_like(x)
+        elif extra == "norm":
+            x = torch.nn.functional.layer_norm(x, x.shape[-1:])
+        elif extra == "write":
+            x = x.clone()
+            torch.zeros(x.shape, dtype=x.dtype).add_(x)
+        elif extra == "attention":
+            x = torch.nn.functional.scaled_dot_product_attention(x, x, x)
+        return decayed(x, gate, weight)
+
+    inputs = drawn(2, 40, 8), drawn(2, 40, 8, seed=1), drawn(8, 8, seed=2)
+    healthy = within_rounding(function, *inputs)
+    assert healthy, str(healthy)
+    call = FunctionCall(function, None, inputs)
+    call.exact()
+    passes: list[int] = []
+    noise = noise_of(Allow(), torch.device("cpu"), sums_in_half=False)
+
+    def counted(seed: int, *, together: bool = False) -> Any:
+        passes.append(seed)
+        return noise(seed, together=together)
+
+    assert len(call.with_noise(range(3), counted)) == 3
+    assert passes == ([0, 1, 2] if extra == "attention" else [0, 0, 1, 2])
