@@ -757,9 +757,9 @@ def _laid_out(
     A tensor with several elements in one place, as `expand` makes, is copied as torch does it.
     """
     dtype, device = dtype or tensor.dtype, device or tensor.device
-    shape, strides, offset = tensor.shape, tensor.stride(), tensor.storage_offset()
-    if tensor.layout is not torch.strided or 0 in strides:
+    if tensor.layout is not torch.strided or 0 in tensor.stride():
         return tensor.to(device, dtype, copy=True)
+    shape, strides, offset = tensor.shape, tensor.stride(), tensor.storage_offset()
     if not offset or not tensor.numel():
         return torch.empty_strided(shape, strides, dtype=dtype, device=device).copy_(tensor)
     if offset >= _OFFSETS:
@@ -780,7 +780,15 @@ def _is_unchanged(before: Any, after: Any, *, by_torch: bool) -> bool:
     if by_torch and after.numel() >= _LARGE and after._version <= _WRITES_OF_A_COPY:
         return True
     with _disable_current_modes(), torch.no_grad():
-        return torch.equal(before, after) or bool(((before == after) | ((before != before) & (after != after))).all())
+        return are_equal(before, after)
+
+
+def are_equal(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Report whether two tensors of one shape are equal, where NaN is equal to NaN."""
+    if first.dtype == torch.complex32:  # which torch does not compare
+        first, second = torch.view_as_real(first), torch.view_as_real(second)
+    # most are equal, and to find NaN takes longer
+    return torch.equal(first, second) or bool(((first == second) | ((first != first) & (second != second))).all())
 
 
 def _has_gradient(value: Any) -> bool:

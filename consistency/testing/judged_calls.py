@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from consistency.numerics.rounding_noise import NORM_GRADIENTS
-from consistency.testing.calls import AFTER_BACKWARD, AFTER_CALL, GRADIENT, Call, Computed, FunctionCall
+from consistency.testing.calls import AFTER_BACKWARD, AFTER_CALL, GRADIENT, Call, Computed, FunctionCall, are_equal
 from consistency.testing.options import Allow
 from consistency.testing.passes import Passes, noise_of
 from consistency.testing.result import ResultError
@@ -207,11 +207,6 @@ def _with_later_call(
 def _is_same(first: Any, later: Any) -> bool:
     """Report whether two results are equal, where NaN is equal to NaN."""
     if isinstance(first, torch.Tensor) and isinstance(later, torch.Tensor):
-        if first.dtype != later.dtype or first.shape != later.shape:
-            return False
-        if first.dtype == torch.complex32:  # which torch does not compare
-            first, later = torch.view_as_real(first), torch.view_as_real(later)
-        # most are equal, and to find NaN takes longer
-        return torch.equal(first, later) or bool(((first == later) | ((first != first) & (later != later))).all())
+        return first.dtype == later.dtype and first.shape == later.shape and are_equal(first, later)
     are_nan = first != first and later != later
     return type(first) is type(later) and bool(are_nan or first == later)

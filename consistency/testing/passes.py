@@ -14,7 +14,7 @@ from consistency.numerics.dtype import UNIT_ROUNDOFF
 from consistency.numerics.rounding_noise import NORM_GRADIENTS
 from consistency.testing.calls import Computed, FunctionCall, Noise
 from consistency.testing.options import Allow
-from consistency.testing.result import ResultError, allowance, judged
+from consistency.testing.result import ResultError, Spreads, allowance, judged
 from consistency.worker.cpu_error import by_formula, with_noise
 from consistency.worker.precision import products_of
 
@@ -143,6 +143,7 @@ class Passes:
         self._exact = exact
         self._any_dtype = any_dtype
         self._drawn: list[Computed] = []
+        self._spreads: Spreads = {}
 
     @property
     def count(self) -> int:
@@ -194,7 +195,16 @@ class Passes:
         """Judge one result by the passes so far."""
         noisy = [computed[name] for computed in self._drawn]
         others = {other: value for other, value in self._exact.items() if other != name and _is_plain(value)}
-        return judged(name, actual, self._exact[name], noisy, self._undecided, any_dtype=self._any_dtype, others=others)
+        return judged(
+            name,
+            actual,
+            self._exact[name],
+            noisy,
+            self._undecided,
+            any_dtype=self._any_dtype,
+            others=others,
+            spreads=self._spreads,
+        )
 
     def _draw(self) -> None:
         """Compute the first passes, or as many again as there are."""

@@ -21,6 +21,9 @@ from consistency.testing.explanation import WrongResult, explain
 
 Status = Literal["within", "inconclusive", "outside"]
 
+Spreads = dict[tuple[str, torch.dtype, int], Spread]
+"""Spreads of results by name, dtype, and number of passes."""
+
 MOST_OF_SIGNAL = 0.1
 """Where rounding may be a larger part of the values than this, a result that passes says little: torchtitan's gate."""
 
@@ -133,6 +136,7 @@ def judged(
     *,
     any_dtype: bool = False,
     others: Mapping[str, torch.Tensor] | None = None,
+    spreads: Spreads | None = None,
 ) -> ResultError:
     """Judge one result: first its shape and its dtype, then its values.
 
@@ -150,6 +154,9 @@ def judged(
         judged as what it is.
     others : mapping of str to torch.Tensor, optional
         Exact values of other results, in float64, which a wrong one may have instead.
+    spreads : dict, optional
+        Spreads that are known from an earlier judgement by the same passes, and are filled in: of a large result they
+        take most of the time.
     """
     if not isinstance(actual, torch.Tensor) or not isinstance(exact, torch.Tensor):
         is_of_one_type = type(actual) is type(exact)
@@ -163,7 +170,8 @@ def judged(
     wrong_dtype = _describe_wrong_dtype(actual.dtype, drawn[0].dtype, any_dtype=any_dtype)
     if wrong_dtype is not None:
         return _outside(name, wrong_dtype)
-    return _judge_values(name, actual, exact, drawn, undecided, others or {})
+    spreads = {} if spreads is None else spreads
+    return _judge_values(name, actual, exact, drawn, undecided, others or {}, spreads)
 
 
 def _describe_wrong_dtype(actual: torch.dtype, wanted: torch.dtype, *, any_dtype: bool) -> str | None:
@@ -184,6 +192,7 @@ def _judge_values(
     drawn: Sequence[torch.Tensor],
     undecided: Undecided,
     others: Mapping[str, torch.Tensor],
+    spreads: Spreads,
 ) -> ResultError:
     """Judge the values of a tensor; the parameters are those of `judged`."""
     if actual.is_complex():
@@ -198,7 +207,7 @@ def _judge_values(
         actual = actual.to(dtype)
     check_dtype(name, actual.dtype)
     exact = exact.to(torch.float64)
-    return _judge_numbers(name, actual, exact, [tensor.to(actual.dtype) for tensor in drawn], others)
+    return _judge_numbers(name, actual, exact, [tensor.to(actual.dtype) for tensor in drawn], others, spreads)
 
 
 def _count_wrong_choices(
@@ -217,6 +226,7 @@ def _judge_numbers(
     exact: torch.Tensor,
     drawn: list[torch.Tensor],
     others: Mapping[str, torch.Tensor],
+    spreads: Spreads,
 ) -> ResultError:
     """Judge a result of floating-point numbers; `exact` is float64, and passes have the dtype of the result."""
     # values beyond the largest number of the dtype become infinite
@@ -227,7 +237,11 @@ def _judge_numbers(
             return mismatch
         is_not_finite = ~stored.isfinite()
         actual, exact, *drawn = (tensor.masked_fill(is_not_finite, 0) for tensor in (actual, exact, *drawn))
-    spread = allowance(drawn, exact)
+        spreads = {}  # those of other values
+    key = name, actual.dtype, len(drawn)
+    if key not in spreads:
+        spreads[key] = allowance(drawn, exact)
+    spread = spreads[key]
     figures, allowed = spread.figures(actual, exact), spread.allowed(exact, actual.dtype)
     error = (actual.to(torch.float64) - exact).abs()
     # the limit of a row over that of an element: `allowed` is of each element by itself

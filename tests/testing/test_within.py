@@ -668,3 +668,20 @@ def test_a_router_in_a_half_type_is_judged_by_its_own_choices(seed: int) -> None
             wrong, x, gate, experts, dtype=torch.bfloat16, reference=routed, gradients=False, allow=Allow(dtype=True)
         )
         assert judgement.status == "outside"
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:ComplexHalf")
+def test_sparse_inputs_and_complex_halves_are_judged() -> None:
+    x, y = drawn(8, 8).relu(), drawn(8, 8, seed=1)
+    assert within_rounding(torch.sparse.mm, x.to_sparse(), y, gradients=False)
+    assert within_rounding(lambda sparse, y: sparse.to_dense() @ y, x.to_sparse_csr(), y, gradients=False)
+    wrong = within_rounding(
+        lambda sparse, y: torch.sparse.mm(sparse, y) * 1.01,
+        x.to_sparse(),
+        y,
+        reference=torch.sparse.mm,
+        gradients=False,
+    )
+    assert wrong.status == "outside"
+    assert within_rounding(torch.view_as_complex, drawn(8, 2).half(), gradients=False)
+    assert within_rounding(lambda x: torch.view_as_complex(x) * 2, drawn(8, 2), dtype=torch.float16, gradients=False)
