@@ -67,7 +67,7 @@ TESTED = frozenset(UNIT_ROUNDOFF) - {torch.float64}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
+class FunctionRun:
     """One of several calls of the function under test with equal inputs."""
 
     computed: Computed
@@ -150,7 +150,7 @@ class FunctionCall:
         self._is_small = all(leaf.layout is torch.strided and leaf.numel() <= _SMALL for leaf in tensors)
         self.has_nan: bool = any(bool(leaf.isnan().any()) for leaf in real if leaf.layout is torch.strided)
 
-    def on(self, device: torch.device, *, calls: int = 1, strided: bool = False) -> list[Call]:
+    def on(self, device: torch.device, *, calls: int = 1, strided: bool = False) -> list[FunctionRun]:
         """Compute the function that is judged, on a device, several times with equal inputs.
 
         In the second, memory that `torch.empty` returns is filled with NaN: what a kernel leaves unwritten often has
@@ -162,7 +162,7 @@ class FunctionCall:
             Give the last of several calls the same incoming gradients with other strides.
         """
         first = self._computed(self._function, device, by_torch=False)
-        made = [Call(computed=first, strides=self._strides)]
+        made = [FunctionRun(computed=first, strides=self._strides)]
         has_gradients = any(name.startswith(GRADIENT) for name in first)
         for number in range(1, calls):
             is_strided = strided and has_gradients and number == calls - 1
@@ -171,9 +171,9 @@ class FunctionCall:
                     self._function, device, by_torch=False, is_strided=is_strided, fills=number == 1
                 )
             except Exception as error:  # of any function: the first call raised none
-                made.append(Call(computed={}, error=first_line(error), is_strided=is_strided))
+                made.append(FunctionRun(computed={}, error=first_line(error), is_strided=is_strided))
             else:
-                made.append(Call(computed=computed, strides=self._strides, is_strided=is_strided))
+                made.append(FunctionRun(computed=computed, strides=self._strides, is_strided=is_strided))
         return made
 
     def operations_on(self, device: torch.device) -> set[Any]:

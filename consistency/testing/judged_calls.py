@@ -10,9 +10,17 @@ from typing import Any
 import torch
 
 from consistency.numerics.rounding_noise import NORM_GRADIENTS
-from consistency.testing.calls import AFTER_BACKWARD, AFTER_CALL, GRADIENT, Call, Computed, FunctionCall, are_equal
+from consistency.testing.calls import (
+    AFTER_BACKWARD,
+    AFTER_CALL,
+    GRADIENT,
+    Computed,
+    FunctionCall,
+    FunctionRun,
+    are_equal,
+)
 from consistency.testing.options import Allow
-from consistency.testing.passes import Passes, noise_of
+from consistency.testing.passes import NoisyPasses, noise_of
 from consistency.testing.result import ResultError
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -30,7 +38,7 @@ class CallsJudge:
     ----------
     call : FunctionCall
         The function and its reference, with their inputs.
-    made : sequence of Call
+    made : sequence of FunctionRun
         The calls of the function on the device.
     exact : dict
         The results of the reference in float64.
@@ -49,7 +57,7 @@ class CallsJudge:
     """
 
     call: FunctionCall
-    made: Sequence[Call]
+    made: Sequence[FunctionRun]
     exact: Computed
     strides: Mapping[str, tuple[int, ...]] | None
     target: torch.device
@@ -75,7 +83,7 @@ class CallsJudge:
         return self._judge_replaying(by_passes, results)
 
     def _judge_replaying(
-        self, passes: Passes, results: list[ResultError] | None = None
+        self, passes: NoisyPasses, results: list[ResultError] | None = None
     ) -> tuple[list[ResultError], int]:
         """Judge by some passes, and if they leave a result, by passes that decide as the function does.
 
@@ -94,11 +102,11 @@ class CallsJudge:
                     return replayed_results, replaying.count
         return results, passes.count
 
-    def _passes(self, *, sums_in_half: bool) -> Passes:
+    def _passes(self, *, sums_in_half: bool) -> NoisyPasses:
         noise = noise_of(self.allow, self.target, sums_in_half=sums_in_half)
-        return Passes(self.call, noise, self.passes, self.exact, any_dtype=self.any_dtype)
+        return NoisyPasses(self.call, noise, self.passes, self.exact, any_dtype=self.any_dtype)
 
-    def _judge_by(self, passes: Passes) -> list[ResultError]:
+    def _judge_by(self, passes: NoisyPasses) -> list[ResultError]:
         """Judge all calls by some passes with noise."""
         first = self.made[0]
         results = passes.judge(first.computed)
@@ -153,9 +161,9 @@ def _with_strides_judged(
 
 def _with_later_call(
     results: Sequence[ResultError],
-    later: Call,
+    later: FunctionRun,
     first: Computed,
-    passes: Passes,
+    passes: NoisyPasses,
     which: str,
     *,
     nondeterministic: bool | None,

@@ -108,10 +108,6 @@ def check_options(
     dtype: object,
     gradients: object = True,
     passes: object,
-    calls: object = 1,
-    strides: object = False,
-    consumes: object = (),
-    nondeterministic: object = None,
     allow: object,
 ) -> None:
     """Raise an error that names the option whose value cannot be used."""
@@ -124,12 +120,6 @@ def check_options(
     _check_truth_value("gradients=", gradients)
     if not _is_whole(passes, least=2):
         raise _unusable("passes=", passes, "2 or more: one pass shows no spread")
-    if not _is_whole(calls, least=1):
-        raise _unusable("calls=", calls, "1 or more")
-    _check_truth_value("strides=", strides)
-    if nondeterministic is not None:
-        _check_truth_value("nondeterministic=", nondeterministic)
-    _check_names("consumes=", consumes)
     if allow is not None and not isinstance(allow, Allow):
         raise _unusable("allow=", allow, "consistency.testing.Allow(...)")
     if device is not None:
@@ -137,3 +127,13 @@ def check_options(
             torch.device(device)
         except (RuntimeError, TypeError) as error:
             raise _unusable("device=", device, "a torch.device or its name, such as cuda:0") from error
+
+
+def check_calls(*, calls: object, strides: object, consumes: object, nondeterministic: object) -> None:
+    """Raise an error that names the option of the calls of a function whose value cannot be used."""
+    if not _is_whole(calls, least=1):
+        raise _unusable("calls=", calls, "1 or more")
+    _check_truth_value("strides=", strides)
+    if nondeterministic is not None:
+        _check_truth_value("nondeterministic=", nondeterministic)
+    _check_names("consumes=", consumes)

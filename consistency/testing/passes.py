@@ -103,7 +103,7 @@ def _is_right_choice(own: Decision, exact: Decision, operands: list[torch.Tensor
     return not bool((differs & ~_may_differ(exact, operands, own.decided, exact.decided)).any())
 
 
-class Passes:
+class NoisyPasses:
     """The passes with noise of a function, and the judgement of results by them.
 
     Parameters
@@ -163,7 +163,7 @@ class Passes:
                     results[name] = self.judge_one(name, actual[name])
         return [*results.values()]
 
-    def replaying(self, target: torch.device) -> Passes | None:
+    def replaying(self, target: torch.device) -> NoisyPasses | None:
         """Return passes that decide as the function does where rounding may decide either way; None if nothing decides.
 
         A router in a half type sends a token to another expert in some passes, and limits become as wide as its values.
@@ -181,7 +181,7 @@ class Passes:
             for own, (decision, operands) in zip(own_decisions, decisions, strict=True)
         )
         replayed = own_decisions if is_known else exact_decisions
-        return Passes(
+        return NoisyPasses(
             self._call,
             self._noise,
             self._least,

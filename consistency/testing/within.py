@@ -14,7 +14,7 @@ from consistency.errors import UsageError
 from consistency.numerics.dtype import UNIT_ROUNDOFF, name_of
 from consistency.testing.calls import Computed, FunctionCall
 from consistency.testing.judged_calls import CallsJudge
-from consistency.testing.options import Allow, check_options
+from consistency.testing.options import Allow, check_calls, check_options
 from consistency.testing.passes import PASSES, noise_of
 from consistency.testing.result import (
     ResultError,
@@ -120,18 +120,9 @@ def within_rounding(
 ) -> WithinRounding:
     """Judge a function as `assert_within_rounding` does, with its parameters; return a mismatch, never raise it."""
     check_options(
-        function,
-        reference=reference,
-        device=device,
-        dtype=dtype,
-        gradients=gradients,
-        passes=passes,
-        calls=calls,
-        strides=strides,
-        consumes=consumes,
-        nondeterministic=nondeterministic,
-        allow=allow,
+        function, reference=reference, device=device, dtype=dtype, gradients=gradients, passes=passes, allow=allow
     )
+    check_calls(calls=calls, strides=strides, consumes=consumes, nondeterministic=nondeterministic)
     allow = allow or Allow()
     call = FunctionCall(function, reference, inputs, dtype=dtype, gradients=gradients, consumes=consumes)
     target = call.device if device is None else torch.device(device)

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from consistency.testing import within_rounding
 from consistency.testing.asked_dtype import AskedDtype, claim_dtype
-from tests.testing.test_within import drawn
+from tests.testing.functions import drawn
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 

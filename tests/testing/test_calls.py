@@ -13,7 +13,7 @@ from consistency.errors import UsageError
 from consistency.testing import Allow, WithinRounding, within_rounding
 from consistency.testing.calls import FunctionCall
 from consistency.testing.passes import noise_of
-from tests.testing.test_within import drawn, read_in_order, twice
+from tests.testing.functions import drawn, read_in_order, twice
 
 
 def outside(judgement: WithinRounding) -> list[str]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from consistency.testing import ResultError, WithinRounding, within_rounding
-from tests.testing.test_within import drawn, twice
+from tests.testing.functions import drawn, twice
 
 Wrong = Callable[[torch.Tensor], torch.Tensor]
 

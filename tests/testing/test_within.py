@@ -23,11 +23,7 @@ from consistency.testing import (
     rounding_tolerance,
     within_rounding,
 )
-from tests.testing.functions import rms_norm
-
-
-def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+from tests.testing.functions import drawn, read_in_order, rms_norm, twice
 
 
 def test_results_of_any_form_have_names() -> None:
@@ -108,12 +104,6 @@ def test_random_numbers_are_not_what_the_inputs_were_drawn_as(seed: int) -> None
     assert within_rounding(with_other_noise, x, reference=with_noise, gradients=False).status == "outside"
 
 
-def read_in_order(x: torch.Tensor, *, offset: int | None = None) -> torch.Tensor:
-    """Return a tensor's elements as a kernel reads them that assumes it to be contiguous."""
-    strides = torch.empty(x.shape, device="meta").stride()
-    return torch.as_strided(x, x.shape, strides, offset)
-
-
 class ReadsGradientInOrder(torch.autograd.Function):
     @staticmethod
     def forward(_: Any, x: torch.Tensor) -> torch.Tensor:
@@ -122,10 +112,6 @@ class ReadsGradientInOrder(torch.autograd.Function):
     @staticmethod
     def backward(_: Any, *incoming: torch.Tensor) -> torch.Tensor:
         return read_in_order(incoming[0]) * 2
-
-
-def twice(x: torch.Tensor) -> torch.Tensor:
-    return x * 2
 
 
 def test_a_result_that_is_transposed_brings_the_kernel_a_gradient_that_is_not_contiguous() -> None:
