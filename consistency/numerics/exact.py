@@ -70,6 +70,13 @@ class Float64Mode(DispatchMode):
         self._wide = Widening(torch.float64, _NARROW)
         self._with_gradients: frozenset[int] = frozenset()
         self._paused = False
+        self.operations = 0
+        """Operations that were called in the mode."""
+
+    @property
+    def has_kernels(self) -> bool:
+        """Report whether convolutions or attention were computed, which devices have kernels of their own for."""
+        return self._early.widened
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -139,6 +146,7 @@ class Float64Mode(DispatchMode):
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
+        self.operations += 1
         if self._paused:
             return func(*args, **kwargs)
         if kwargs.get("dtype") in _NARROW:
@@ -206,12 +214,15 @@ class _WidenEarly(TorchFunctionMode):
     """Widen the operands of functions that compare dtypes before the dispatcher: see `_CHECKED_EARLY`."""
 
     paused = False
+    widened = False
+    """Whether there was such a function."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
         if func in _CHECKED_EARLY and not self.paused:
+            self.widened = True
             args, kwargs = each_tensor(_widen, (args, kwargs))
         return func(*args, **kwargs)
 

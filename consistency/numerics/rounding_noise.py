@@ -51,7 +51,7 @@ from __future__ import annotations
 import enum
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -88,7 +88,9 @@ _IN_STEPS = frozenset({
 _SCALED_NORMS = {_aten.native_layer_norm.default: (2, 3), _aten.native_group_norm.default: (1, 2)}
 """Norms, and where their weight and bias are among the arguments."""
 
-_NORM_GRADIENTS = {
+HalfSums = Mapping[Any, Callable[[tuple[Any, ...]], int]]
+
+NORM_GRADIENTS: HalfSums = {
     _aten.native_layer_norm_backward.default: lambda args: math.prod(args[1].shape) // math.prod(args[2]),
     _aten.native_group_norm_backward.default: lambda args: args[5] * args[7],
 }
@@ -226,9 +228,11 @@ class _Operation:
         Whether it writes in place.
     kind : _Kind
         How it rounds.
+    is_for_several : bool
+        Whether its noise is the same for several passes together as for each alone.
     """
 
-    __slots__ = ("factors", "func", "is_mutable", "kind", "name")
+    __slots__ = ("factors", "func", "is_for_several", "is_mutable", "kind", "name")
 
     def __init__(self, func: Any) -> None:
         self.func = func
@@ -236,6 +240,8 @@ class _Operation:
         self.factors = _FACTORS.get(func, (0, 1))
         self.is_mutable = bool(func._schema.is_mutable)
         self.kind = self._find_kind()
+        draws = torch.Tag.nondeterministic_seeded in func.tags
+        self.is_for_several = not draws and (self.kind in _TOGETHER or func in _SOFTMAX)
 
     def _find_kind(self) -> _Kind:
         func = self.func
@@ -254,6 +260,21 @@ class _Operation:
         if func._can_decompose():
             return _Kind.IN_STEPS
         return _Kind.ROUNDING
+
+
+_SOFTMAX = frozenset({
+    _aten._softmax.default, _aten._softmax_backward_data.default, _aten.logsumexp.default,
+})  # fmt: skip
+"""Operations in steps whose steps are the same with one more dimension of operands."""
+
+_TOGETHER = frozenset({
+    _Kind.EXACT, _Kind.CAST, _Kind.PRODUCT, _Kind.SUM, _Kind.FUNCTION, _Kind.WITH_MASKS, _Kind.ROUNDING,
+})  # fmt: skip
+"""Kinds of operations whose noise does not depend on how many passes are computed together."""
+
+
+class NotTogetherError(RuntimeError):
+    """An operation has another noise if several passes are computed together, as one more dimension of operands."""
 
 
 _operations: dict[int, _Operation] = {}
@@ -372,6 +393,11 @@ class RoundingNoise(DispatchMode):
         Each partial sum of float32 is cut instead of rounded.
     is_kept : bool, optional
         Keep the seed's pools for the next pass with it, 9 MB.
+    half_sums : mapping, optional
+        Backward passes of norms that may add up the gradients of parameters in the half type, as torch's kernels for
+        the CPU do, each with a function of its arguments: how many rows they add up.
+    together : bool, optional
+        Refuse what may not be computed for several passes together, by a `NotTogetherError`.
     """
 
     _active: ClassVar[list[RoundingNoise]] = []
@@ -383,13 +409,17 @@ class RoundingNoise(DispatchMode):
         partial_terms: Mapping[torch.dtype, int] | None = None,
         toward_zero: bool = False,
         is_kept: bool = False,
+        half_sums: HalfSums = NORM_GRADIENTS,
+        together: bool = False,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves this class untyped
         self._toward_zero = toward_zero
+        self._half_sums = half_sums
         self._partial_terms = partial_terms or {}
         keeps_pools = is_kept or seed < _KEPT_SEEDS
         self._pools = _kept_pools(seed) if keeps_pools else _Pools(seed)
         self._operations = 0
+        self._together = together
         self._stores_steps = seed % 2 == 1  # every other seed, see "Norms in a half type" above
 
     def __enter__(self) -> RoundingNoise:
@@ -428,6 +458,8 @@ class RoundingNoise(DispatchMode):
     ) -> Any:
         operation, kwargs = _operation(func), kwargs or {}
         kind = operation.kind
+        if self._together:
+            _check_together(operation)
         if kind is _Kind.EXACT:
             return func(*args, **kwargs)
         if kind is _Kind.PRODUCT:
@@ -453,8 +485,8 @@ class RoundingNoise(DispatchMode):
             if self._stores_steps and args[0].dtype in _HALF:
                 if func in _SCALED_NORMS:
                     return _norm_with_stores(steps, args, *_SCALED_NORMS[func])
-                if func in _NORM_GRADIENTS:
-                    return self._norm_gradients_in_half(steps, args, _NORM_GRADIENTS[func](args))
+                if func in self._half_sums:
+                    return self._norm_gradients_in_half(steps, args, self._half_sums[func](args))
                 if func in _BATCH_NORMS and args[5]:  # in training: else the statistics are given
                     return _batch_norm_by_stored_statistics(steps, args)
                 if func is _aten._log_softmax.default and not args[2] and args[0].numel():
@@ -632,6 +664,12 @@ class RoundingNoise(DispatchMode):
             begin = self._operations * _STRIDE % _LENGTH
             parts.append(pool[begin : begin + min(_LENGTH, elements - start)])
         return torch.cat(parts).view(like.shape)
+
+
+def _check_together(operation: _Operation) -> None:
+    """Raise an error unless an operation has the same noise for each of several passes as for one alone."""
+    if not operation.is_for_several:
+        raise NotTogetherError(operation.name)
 
 
 def _as_float32(value: Any) -> Any:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
 
@@ -19,18 +21,30 @@ from consistency.numerics.decisions import DecisionMode
 from consistency.numerics.dispatch_mode import DispatchMode
 from consistency.numerics.dtype import UNIT_ROUNDOFF
 from consistency.numerics.exact import Float64Mode
+from consistency.numerics.rounding_noise import NotTogetherError
 from consistency.numerics.widening import each_tensor
+from consistency.testing.asked_dtype import AskedDtype, claim_dtype
 from consistency.worker import determinism
 
 Computed = dict[str, Any]
 """The results of a call, the inputs that it changed, and the gradients, by name; tensors are on the CPU, without a
 graph."""
 
-Noise = Callable[[int], AbstractContextManager[None]]
-"""Return the context of a pass with noise, by its seed."""
+
+class Noise(Protocol):
+    """Return the context of a pass with noise, by its seed; or of several passes that are computed together."""
+
+    def __call__(self, seed: int, *, together: bool = False) -> AbstractContextManager[None]: ...
+
 
 GRADIENT = "gradient of "
 """Beginning of the name of a gradient."""
+
+INCOMING = "incoming gradient"
+"""Beginning of the name of a gradient that a result is given in the backward pass."""
+
+AFTER_CALL, AFTER_BACKWARD = " after the call", " after the backward pass"
+"""Ends of the names of what a call has changed."""
 
 _WRITES_OF_A_COPY = 1
 """Version of a tensor that was written to once, to copy another one into it."""
@@ -38,12 +52,32 @@ _WRITES_OF_A_COPY = 1
 _LARGE = 1 << 14
 """Elements from which an input is not compared after each pass: that takes as long as the pass."""
 
+_MANY_OPERATIONS = 300
+"""Operations of a reference, with its backward pass, from which on passes are computed together: a recurrence."""
+
+_SMALL = 1 << 16
+"""Most elements of each input then: of larger ones an operation takes longer than Python takes to see it."""
+
 _OFFSETS = 256
 """Elements. A copy keeps the remainder of an input's offset over this, which decides how its memory is aligned, and one
 multiple of it: so a part of a large tensor is copied without the memory before it."""
 
 TESTED = frozenset(UNIT_ROUNDOFF) - {torch.float64}
 """Dtypes that inputs may be rounded to."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FunctionRun:
+    """One of several calls of the function under test with equal inputs."""
+
+    computed: Computed
+    """Empty if it failed."""
+    strides: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """Strides of each tensor that the function returned."""
+    error: str = ""
+    """First line of the error that it raised, where an earlier call raised none."""
+    is_strided: bool = False
+    """Whether its incoming gradients were not contiguous."""
 
 
 class FunctionCall:
@@ -61,11 +95,14 @@ class FunctionCall:
         Dtype that floating-point inputs are rounded to; None leaves them as they are.
     gradients : bool
         Whether to compute gradients: of the inputs that require them, or of all floating-point ones where none does.
+    consumes : collection of int or str
+        Inputs that the function may leave changed, by number or name; `incoming gradient` for those of its results.
 
     Raises
     ------
     UsageError
-        A module has a reference that is none, or has other parameters; or no input has a dtype whose rounding is known.
+        A module has a reference that is none, or has other parameters; no input has a dtype whose rounding is known; or
+        none has a name of `consumes`.
     """
 
     def __init__(
@@ -76,6 +113,7 @@ class FunctionCall:
         *,
         dtype: torch.dtype | None = None,
         gradients: bool = True,
+        consumes: Collection[int | str] = (),
     ) -> None:
         state: dict[str, torch.Tensor] = {}
         if isinstance(function, torch.nn.Module):
@@ -86,8 +124,11 @@ class FunctionCall:
         paths_and_leaves, self._spec = tree_flatten_with_path((tuple(inputs), state))
         self._names = [_leaf_name(path) for path, _ in paths_and_leaves]
         self._leaves = [_round_leaf(leaf, dtype) for _, leaf in paths_and_leaves]
+        self._consumed = _consumed_names(consumes, self._names)
         self._gradients = gradients
         self._incoming_gradients: dict[tuple[int, Sequence[int]], torch.Tensor] = {}
+        self._strides: dict[str, tuple[int, ...]] = {}  # of the results of the latest call
+        self._operations = 0  # of the latest pass in float64
         self._writes = False  # whether the function writes to its inputs, which the first call shows
         self._with_gradient = _choose_gradients(paths_and_leaves, default=gradients)
         real = [leaf for leaf in self._leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
@@ -105,23 +146,143 @@ class FunctionCall:
         self.device: torch.device = next(
             (leaf.device for leaf in self._leaves if isinstance(leaf, torch.Tensor)), torch.device("cpu")
         )
+        tensors = [leaf for leaf in self._leaves if isinstance(leaf, torch.Tensor)]
+        self._is_small = all(leaf.layout is torch.strided and leaf.numel() <= _SMALL for leaf in tensors)
         self.has_nan: bool = any(bool(leaf.isnan().any()) for leaf in real if leaf.layout is torch.strided)
 
-    def on(self, device: torch.device) -> Computed:
-        """Compute the function that is judged, on a device."""
-        return self._computed(self._function, device, by_torch=False)
+    def on(self, device: torch.device, *, calls: int = 1, strided: bool = False) -> list[FunctionRun]:
+        """Compute the function that is judged, on a device, several times with equal inputs.
 
-    def exact(self) -> Computed:
-        """Compute the reference in float64 on the CPU."""
-        with _eagerly(), Float64Mode(), _SameDraws(self.dtype), _needed("in float64"):
-            return self._computed(self._reference, torch.device("cpu"), wide=True)
+        In the second, memory that `torch.empty` returns is filled with NaN: what a kernel leaves unwritten often has
+        the values of the call before, or zeros.
 
-    def with_noise(self, seeds: range, noise: Noise) -> list[Computed]:
-        """Compute the reference with random rounding errors on the CPU."""
-        return [self._noisy(noise(seed)) for seed in seeds]
+        Parameters
+        ----------
+        strided : bool
+            Give the last of several calls the same incoming gradients with other strides.
+        """
+        first = self._computed(self._function, device, by_torch=False)
+        made = [FunctionRun(computed=first, strides=self._strides)]
+        has_gradients = any(name.startswith(GRADIENT) for name in first)
+        for number in range(1, calls):
+            is_strided = strided and has_gradients and number == calls - 1
+            try:
+                computed = self._computed(
+                    self._function, device, by_torch=False, is_strided=is_strided, fills=number == 1
+                )
+            except Exception as error:  # of any function: the first call raised none
+                made.append(FunctionRun(computed={}, error=first_line(error), is_strided=is_strided))
+            else:
+                made.append(FunctionRun(computed=computed, strides=self._strides, is_strided=is_strided))
+        return made
 
-    def _noisy(self, *modes: AbstractContextManager[Any]) -> Computed:
-        """Compute the reference on the CPU inside some modes, and in the autocast that is on for the device."""
+    def operations_on(self, device: torch.device) -> set[Any]:
+        """Return the operations of torch's that the function calls on a device, by one call more."""
+        called: set[Any] = set()
+        with _Noting(called):
+            self._computed(self._function, device, by_torch=False)
+        return called
+
+    @property
+    def strides(self) -> dict[str, tuple[int, ...]]:
+        """Return the strides of each tensor that the latest call returned."""
+        return self._strides
+
+    def exact(self, replayed: Sequence[Decision] = ()) -> Computed:
+        """Compute the reference in float64 on the CPU, with these outcomes of its first decisions."""
+        with self._in_float64() as mode, _forcing(replayed), _needed("in float64"):
+            computed = self._computed(self._reference, torch.device("cpu"), wide=True)
+        # of attention every other pass is that of a fused kernel, so such passes are computed one by one
+        self._operations = 0 if mode.has_kernels else mode.operations
+        return computed
+
+    @contextmanager
+    def _in_float64(self) -> Iterator[Float64Mode]:
+        """Compute in float64, with the draws of the tested dtype."""
+        with _eagerly(), _WithTestedDraws(self.dtype) as mode:
+            yield mode
+
+    def with_noise(self, seeds: range, noise: Noise, replayed: Sequence[Decision] = ()) -> list[Computed]:
+        """Compute the reference with random rounding errors on the CPU, with these outcomes of its first decisions."""
+        if not replayed and self._operations >= _MANY_OPERATIONS and self._is_small:
+            together = self._passes_together(len(seeds), noise(seeds.start, together=True))
+            if together is not None:
+                return together
+        return [self._noisy(noise(seed), _forcing(replayed)) for seed in seeds]
+
+    def _passes_together(self, count: int, mode: AbstractContextManager[None]) -> list[Computed] | None:
+        """Compute several passes at once, as one more dimension of all tensors; None where that cannot be done.
+
+        Of a reference in many small operations, such as a recurrence, a pass takes as long as Python takes to see each
+        operation. All passes have other noise, and other elements of one tensor have, too.
+        """
+        outcome: list[Computed] = []
+
+        def compute(function: Callable[..., Any], device: torch.device) -> None:
+            outcome.extend(self._computed_together(function, device, count))
+
+        try:
+            self._noisy(mode, compute=compute)
+        except (UsageError, RuntimeError):
+            # what vmap has no rule for, a value that Python asks for, or an operation with another noise
+            return None
+        return outcome
+
+    def _computed_together(self, function: Callable[..., Any], device: torch.device, count: int) -> list[Computed]:
+        """Call a function with one more dimension in front of all tensors, and return what each element of it has."""
+        with _disable_current_modes():
+            leaves = [
+                self._prepared(leaf, device, False, has_gradient and self._gradients)
+                for leaf, has_gradient in zip(self._leaves, self._with_gradient, strict=True)
+            ]
+            arguments = [_repeated(leaf, count) for leaf in leaves]
+        dimensions = [0 if isinstance(argument, torch.Tensor) else None for argument in arguments]
+        results: dict[str, Any] = {}
+        others: dict[str, Any] = {}
+
+        def called(*arguments: Any) -> list[torch.Tensor]:
+            for path, value in tree_flatten_with_path(self._called(function, arguments))[0]:
+                name = f"result{keystr(path)}"
+                (results if isinstance(value, torch.Tensor) else others)[name] = value
+            return [*results.values()]
+
+        with torch.set_grad_enabled(self._gradients or torch.is_grad_enabled()), determinism.seeded():
+            tensors = torch.func.vmap(called, in_dims=tuple(dimensions))(*arguments)
+            results = dict(zip(results, tensors, strict=True))
+            if any(isinstance(leaf, torch.Tensor) and leaf._version > _WRITES_OF_A_COPY for leaf in arguments):
+                raise NotTogetherError("an input that is written to")
+            computed: Computed = each_tensor(_finished, results)
+            if self._gradients:
+                computed |= self._gradients_together(results, arguments, count)
+        parts = [{name: tensor[number] for name, tensor in computed.items()} for number in range(count)]
+        return [{**part, **others} for part in parts]
+
+    def _gradients_together(self, results: Mapping[str, Any], arguments: Sequence[Any], count: int) -> Computed:
+        """Return the gradients of all arguments, with the same output gradients for each pass."""
+        named = {name: leaf for name, leaf in zip(self._names, arguments, strict=True) if _has_gradient(leaf)}
+        outputs = [value for value in results.values() if _has_gradient(value)]
+        if not outputs or not named:
+            return {}
+        incoming = [
+            self._incoming_gradient(output[0].detach(), number).expand(count, *output.shape[1:]).clone()
+            for number, output in enumerate(outputs)
+        ]
+        gradients = torch.autograd.Variable._execution_engine.run_backward(
+            tuple(outputs), tuple(incoming), False, False, tuple(named.values()), True, False
+        )
+        computed: Computed = {}
+        for (name, leaf), gradient in zip(named.items(), gradients, strict=True):
+            computed[f"{GRADIENT}{name}"] = _finished(torch.zeros_like(leaf) if gradient is None else gradient)
+        return computed
+
+    def _noisy(self, *modes: AbstractContextManager[Any], compute: Callable[..., Any] | None = None) -> Computed:
+        """Compute the reference on the CPU inside some modes, and in the autocast that is on for the device.
+
+        Parameters
+        ----------
+        compute : callable, optional
+            Computes a function on a device instead of `_computed`.
+        """
         kind = self.device.type
         with _eagerly(), ExitStack() as stack:
             # the CPU has an autocast of its own, which the device's does not switch on
@@ -129,20 +290,27 @@ class FunctionCall:
                 stack.enter_context(torch.autocast("cpu", dtype=torch.get_autocast_dtype(kind)))
             for mode in (*modes, _needed("on the CPU")):
                 stack.enter_context(mode)
-            return self._computed(self._reference, torch.device("cpu"))
+            return (compute or self._computed)(self._reference, torch.device("cpu"))
 
-    def decisions(self, passes: int, noise: Noise) -> list[tuple[Decision, list[torch.Tensor]]]:
+    def decisions(
+        self, passes: int, noise: Noise, *, gradient: bool = False
+    ) -> list[tuple[Decision, list[torch.Tensor]]]:
         """Compute the reference once more for its decisions, such as a comparison or an order.
 
         Each is returned with its operand in every pass; decisions whose operands have other shapes there are left out.
+
+        Parameters
+        ----------
+        gradient : bool
+            Note also the decisions that a gradient alone depends on.
         """
         exact: list[Decision] = []
-        with _eagerly(), Float64Mode(), _SameDraws(self.dtype), _noting(exact):
+        with self._in_float64(), _noting(exact, gradient=gradient):
             self._computed(self._reference, torch.device("cpu"), wide=True)
         drawn: list[list[Decision]] = []
-        for seed in range(passes):
+        for seed in range(passes if exact else 0):
             drawn.append([])
-            self._noisy(noise(seed), _noting(drawn[-1]))
+            self._noisy(noise(seed), _noting(drawn[-1], gradient=gradient))
         decisions = []
         for decision, *noisy_decisions in zip(exact, *drawn, strict=False):
             operands = [noisy.operand for noisy in noisy_decisions]
@@ -150,10 +318,24 @@ class FunctionCall:
                 decisions.append((decision, operands))
         return decisions
 
+    def decisions_on(self, device: torch.device) -> list[Decision]:
+        """Compute the function that is judged once more, for the decisions of torch's operations in it."""
+        decisions: list[Decision] = []
+        with _noting(decisions, gradient=True):
+            self._computed(self._function, device, by_torch=False)
+        return decisions
+
     def _computed(
-        self, function: Callable[..., Any], device: torch.device, *, wide: bool = False, by_torch: bool = True
+        self,
+        function: Callable[..., Any],
+        device: torch.device,
+        *,
+        wide: bool = False,
+        by_torch: bool = True,
+        is_strided: bool = False,
+        fills: bool = False,
     ) -> Computed:
-        """Call a function, and return its results, the inputs that it changed, and the gradients.
+        """Call a function, and return its results, what it changed, and the gradients.
 
         Parameters
         ----------
@@ -161,7 +343,12 @@ class FunctionCall:
             Whether the inputs are converted to float64.
         by_torch : bool
             Whether torch computes it all, and so counts most of the writes to an input: kernels do not.
+        is_strided : bool
+            Whether its incoming gradients are not contiguous.
+        fills : bool
+            Whether memory that nothing was written to is filled with NaN.
         """
+        filling = _filling() if fills else None
         with _disable_current_modes():
             leaves = [
                 self._prepared(leaf, device, wide, has_gradient and self._gradients)
@@ -172,30 +359,60 @@ class FunctionCall:
             if self._writes:
                 arguments = [_copied(leaf, keeps_graph=True) for leaf in leaves]
             try:
-                result = self._called(function, arguments)
+                with self._answering(arguments) if wide else filling or nullcontext():
+                    result = self._called(function, arguments)
             except RuntimeError as error:
                 # a leaf cannot be written to; what is not one warns under torch.compile, so it is no more than needed
                 if self._writes or "leaf" not in str(error):
                     raise
                 self._writes = True  # from now on arguments are copies that keep the graph, which can be written to
-                return self._computed(function, device, wide=wide, by_torch=by_torch)
+                return self._computed(
+                    function, device, wide=wide, by_torch=by_torch, is_strided=is_strided, fills=fills
+                )
             results = {f"result{keystr(path)}": value for path, value in tree_flatten_with_path(result)[0]}
-            self._add_changed_inputs(results, leaves, arguments, by_torch=by_torch)
+            self._strides = _strides_of(results)
+            unchanged = self._add_changed_inputs(results, leaves, arguments, by_torch=by_torch)
             computed: Computed = each_tensor(_finished, results)
             if self._gradients:
+                versions = {name: argument._version for name, (_, argument) in unchanged.items()}
                 # copies that keep the graph are no leaves: their gradients are those of what they were copied from
                 sources = leaves if self._writes else arguments
-                computed |= self._backward(results, sources)
+                computed |= self._backward(results, sources, filling, is_strided=is_strided, by_torch=by_torch)
+                for name, (before, after) in unchanged.items():
+                    # torch's own backward pass counts what it writes
+                    may_be_changed = after._version != versions[name] or not by_torch
+                    if may_be_changed and not _is_unchanged(before, after, by_torch=False):
+                        computed[name + AFTER_BACKWARD] = _finished(after)
             return computed
 
     def _add_changed_inputs(
         self, results: dict[str, Any], leaves: Sequence[Any], arguments: Sequence[Any], *, by_torch: bool
-    ) -> None:
-        """Add the arguments that a call has changed to its results, unless it returned them."""
+    ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        """Add the arguments that a call has changed to its results, unless it returned them.
+
+        Those that it left as they were are returned by name, each with its source.
+        """
+        unchanged: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         for name, before, after in zip(self._names, leaves, arguments, strict=True):
-            is_returned = any(after is value for value in results.values())
-            if not is_returned and not _is_unchanged(before, after, by_torch=by_torch):
-                results[f"{name} after the call"] = after
+            if name in self._consumed or not isinstance(after, torch.Tensor):
+                continue
+            if _is_unchanged(before, after, by_torch=by_torch):
+                unchanged[name] = before, after
+            elif not any(after is value for value in results.values()):
+                results[name + AFTER_CALL] = after
+        return unchanged
+
+    @contextmanager
+    def _answering(self, arguments: Sequence[Any]) -> Iterator[None]:
+        """Answer a reference in float64 that asks for a dtype as the pass in the tested dtype would."""
+        if torch.is_autocast_enabled("cpu"):
+            yield  # autocast chooses dtypes by itself, which no call shows
+            return
+        for leaf, argument in zip(self._leaves, arguments, strict=True):
+            if isinstance(argument, torch.Tensor) and argument.dtype == torch.float64:
+                claim_dtype(argument, leaf.dtype)
+        with AskedDtype(self.dtype):
+            yield
 
     def _called(self, function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
         """Call a function with the flattened arguments; a module also with its parameters and buffers."""
@@ -222,22 +439,50 @@ class FunctionCall:
             leaf = _laid_out(leaf, device=device)
         return leaf.requires_grad_(has_gradient and differentiable)
 
-    def _backward(self, results: Mapping[str, Any], leaves: Sequence[Any]) -> Computed:
+    def _backward(
+        self,
+        results: Mapping[str, Any],
+        leaves: Sequence[Any],
+        mode: TorchFunctionMode | None,
+        *,
+        is_strided: bool,
+        by_torch: bool,
+    ) -> Computed:
         """Return the gradients of all leaves, from output gradients that are the same in every pass.
 
-        One backward pass goes from all results at once. A leaf that no result depends on has a gradient of zeros.
+        One backward pass goes from all results at once. A leaf that no result depends on has a gradient of zeros. An
+        output gradient that the function writes to is returned too.
+
+        Parameters
+        ----------
+        mode : TorchFunctionMode, optional
+            The mode in which the backward pass runs.
         """
         names = [name for name, leaf in zip(self._names, leaves, strict=True) if _has_gradient(leaf)]
         differentiated = [leaf for leaf in leaves if _has_gradient(leaf)]
-        outputs = [value for value in results.values() if _has_gradient(value)]
+        outputs = {name: value for name, value in results.items() if _has_gradient(value)}
         if not outputs or not differentiated:
             return {}
-        incoming = [self._incoming_gradient(output, number) for number, output in enumerate(outputs)]
-        gradients = torch.autograd.grad(outputs, differentiated, incoming, allow_unused=True)
+        incoming = [self._incoming_gradient(output, number) for number, output in enumerate(outputs.values())]
+        if is_strided:
+            incoming = [_with_other_strides(gradient) for gradient in incoming]
+        versions = [gradient._version for gradient in incoming]
+        # torch.autograd.grad imports SymPy to compare shapes, a second of a first assertion, and hides a function mode
+        # from the backward passes of the function
+        with mode or nullcontext():
+            gradients = torch.autograd.Variable._execution_engine.run_backward(
+                tuple(outputs.values()), tuple(incoming), False, False, tuple(differentiated), True, False
+            )
         computed: Computed = {}
         for name, leaf, gradient in zip(names, differentiated, gradients, strict=True):
             whole = torch.zeros_like(leaf) if gradient is None else gradient  # None where no result depends on the leaf
             computed[f"{GRADIENT}{name}"] = _finished(whole)
+        for number, (name, output) in enumerate(outputs.items()):
+            if by_torch and incoming[number]._version == versions[number]:
+                continue
+            given = self._incoming_gradient(output, number)
+            if INCOMING not in self._consumed and not _is_unchanged(given, incoming[number], by_torch=False):
+                computed[f"{INCOMING} of {name}{AFTER_BACKWARD}"] = _finished(incoming[number])
         return computed
 
     def _incoming_gradient(self, result: torch.Tensor, number: int) -> torch.Tensor:
@@ -258,22 +503,57 @@ class FunctionCall:
             deviates = self._incoming_gradients[number, shape]
             if result.is_complex():
                 deviates = torch.view_as_complex(deviates)
-            return deviates.to(result.device, result.dtype)
+            return deviates.to(result.device, result.dtype, copy=True)
 
 
-class _SameDraws(DispatchMode):
-    """Draw random numbers in the tested dtype inside `Float64Mode`: in float64 they would be others."""
+class _FilledMemory(TorchFunctionMode):
+    """Fill floating-point memory that nothing was written to with NaN."""
+
+    _EMPTY = frozenset(
+        {torch.empty, torch.empty_like, torch.empty_strided, torch.Tensor.new_empty, torch.Tensor.new_empty_strided}
+    )
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        is_unwritten = func in self._EMPTY and (result.is_floating_point() or result.is_complex())
+        return result.detach().fill_(torch.nan).requires_grad_(result.requires_grad) if is_unwritten else result
+
+
+class _Noting(DispatchMode):
+    """Add each operation that is called to a set."""
+
+    def __init__(self, called: set[Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves this class untyped
+        self._called = called
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        self._called.add(func)
+        return func(*args, **(kwargs or {}))
+
+
+@functools.cache
+def _draws(func: Any) -> bool:
+    """Report whether an operation draws random numbers."""
+    return torch.Tag.nondeterministic_seeded in func.tags
+
+
+class _WithTestedDraws(Float64Mode):
+    """Compute in float64, but draw random numbers in the tested dtype: in float64 they would be others."""
 
     def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves this class untyped
+        super().__init__()
         self._dtype = dtype
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if not _draws(func):
+            return super().__torch_dispatch__(func, types, args, kwargs)
         kwargs = dict(kwargs or {})
-        if torch.Tag.nondeterministic_seeded not in func.tags:
-            return func(*args, **kwargs)
         with _disable_current_modes():
             narrow: list[tuple[torch.Tensor, torch.Tensor]] = []
 
@@ -295,6 +575,57 @@ class _SameDraws(DispatchMode):
                 return drawn.double() if drawn.dtype in TESTED else drawn
 
             return each_tensor(widened, result)
+
+
+def _repeated(leaf: Any, count: int) -> Any:
+    """Return copies of a tensor along one more dimension in front, a new leaf of autograd; anything else as it is."""
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    copies = leaf.detach().expand(count, *leaf.shape).clone()
+    return copies.requires_grad_(leaf.requires_grad)
+
+
+def _with_other_strides(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy whose dimensions lie in memory in reversed order, each element followed by a NaN.
+
+    A kernel that reads it as if it were contiguous stays within its memory, and gets other elements and NaN.
+    """
+    if not tensor.dim():
+        return tensor
+    memory = tensor.new_full((*reversed(tensor.shape), 2), torch.nan)
+    other = memory.select(-1, 0).permute(*reversed(range(tensor.dim())))
+    return other.copy_(tensor)
+
+
+def _filling() -> _FilledMemory | None:
+    """Return a mode that fills memory with NaN; None in a process with torch's compiler, which would compile anew."""
+    return None if "torch._dynamo" in sys.modules else _FilledMemory()
+
+
+def _strides_of(results: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Return the strides of each dense tensor, 0 for a dimension of one element, where they mean nothing."""
+    strides = {}
+    for name, value in results.items():
+        if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+            pairs = zip(value.shape, value.stride(), strict=True)
+            strides[name] = tuple(stride if size > 1 else 0 for size, stride in pairs)
+    return strides
+
+
+def _consumed_names(consumes: Collection[int | str], names: Sequence[str]) -> frozenset[str]:
+    """Return the names of the inputs that a function may change: a number or `input 0` stands for all tensors in it."""
+    consumed: set[str] = set()
+    for given in consumes:
+        prefix = f"input {given}" if isinstance(given, int) else given
+        chosen = {name for name in names if name == prefix or name.startswith(f"{prefix}[")}
+        if prefix == INCOMING:
+            chosen = {INCOMING}
+        if not chosen:
+            raise UsageError(
+                "no input has this name", where="consumes=", got=repr(given), wanted=", ".join([*names, INCOMING])
+            )
+        consumed |= chosen
+    return frozenset(consumed)
 
 
 def _choose_gradients(paths_and_leaves: Sequence[tuple[Sequence[Any], Any]], *, default: bool) -> list[bool]:
@@ -336,14 +667,30 @@ def _check_parameters(module: torch.nn.Module, reference: torch.nn.Module) -> No
     )
 
 
-def _noting(decisions: list[Decision]) -> DecisionMode:
-    """Return a mode that appends every decision, with copies of its tensors, to a list."""
+def _noting(decisions: list[Decision], *, gradient: bool) -> DecisionMode:
+    """Return a mode that appends every decision, with copies of its tensors on the CPU, to a list."""
 
     def watch(decision: Decision) -> None:
-        copies = {name: getattr(decision, name).clone() for name in ("operand", "decided")}
+        copies = {name: getattr(decision, name).to("cpu", copy=True) for name in ("operand", "decided")}
         decisions.append(replace(decision, **copies))
 
-    return DecisionMode(watch, gradient=False)
+    return DecisionMode(watch, gradient=gradient)
+
+
+def _forcing(decisions: Sequence[Decision]) -> AbstractContextManager[Any]:
+    """Return a mode in which the first decisions have these outcomes."""
+    if not decisions:
+        return nullcontext()
+    wanted = iter(decisions)
+
+    def watch(decision: Decision) -> torch.Tensor | None:
+        forced = next(wanted, None)
+        is_alike = forced is not None and forced.name == decision.name
+        if forced is None or not is_alike or forced.decided.shape != decision.decided.shape:
+            return None
+        return None if torch.equal(forced.decided, decision.decided) else forced.decided
+
+    return DecisionMode(watch, gradient=True)
 
 
 @contextmanager
@@ -410,9 +757,9 @@ def _laid_out(
     A tensor with several elements in one place, as `expand` makes, is copied as torch does it.
     """
     dtype, device = dtype or tensor.dtype, device or tensor.device
-    shape, strides, offset = tensor.shape, tensor.stride(), tensor.storage_offset()
-    if tensor.layout is not torch.strided or 0 in strides:
+    if tensor.layout is not torch.strided or 0 in tensor.stride():
         return tensor.to(device, dtype, copy=True)
+    shape, strides, offset = tensor.shape, tensor.stride(), tensor.storage_offset()
     if not offset or not tensor.numel():
         return torch.empty_strided(shape, strides, dtype=dtype, device=device).copy_(tensor)
     if offset >= _OFFSETS:
@@ -433,7 +780,15 @@ def _is_unchanged(before: Any, after: Any, *, by_torch: bool) -> bool:
     if by_torch and after.numel() >= _LARGE and after._version <= _WRITES_OF_A_COPY:
         return True
     with _disable_current_modes(), torch.no_grad():
-        return torch.equal(before, after) or bool(((before == after) | ((before != before) & (after != after))).all())
+        return are_equal(before, after)
+
+
+def are_equal(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Report whether two tensors of one shape are equal, where NaN is equal to NaN."""
+    if first.dtype == torch.complex32:  # which torch does not compare
+        first, second = torch.view_as_real(first), torch.view_as_real(second)
+    # most are equal, and to find NaN takes longer
+    return torch.equal(first, second) or bool(((first == second) | ((first != first) & (second != second))).all())
 
 
 def _has_gradient(value: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -36,6 +37,8 @@ class Allow:
     dtype : bool
         A result may have another dtype than the reference returns for the same inputs: a kernel may return a half type,
         and its reference float32. The result is judged by the rounding of its own dtype.
+    contiguous : bool
+        Incoming gradients may be contiguous in each call: a kernel may need them so, although autograd gives it others.
     inconclusive : {"fail", "skip", "pass"}
         Outcome of a test whose results are within rounding, where rounding may be more than a tenth of the values.
     """
@@ -44,11 +47,12 @@ class Allow:
     toward_zero: bool = False
     nan: bool = False
     dtype: bool = False
+    contiguous: bool = False
     inconclusive: Choice = "fail"
 
     def __post_init__(self) -> None:
         """Refuse a value that is not one of those above: a misspelt one could be taken for one that allows more."""
-        for name in ("toward_zero", "nan", "dtype"):
+        for name in ("toward_zero", "nan", "dtype", "contiguous"):
             _check_truth_value(f"Allow({name}=)", getattr(self, name))
         if self.inconclusive not in get_args(Choice):
             raise _unusable("Allow(inconclusive=)", self.inconclusive, ", ".join(get_args(Choice)))
@@ -86,6 +90,16 @@ def _is_whole(value: object, *, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
+def _check_names(where: str, value: object) -> None:
+    """Raise an error unless a value is a collection of numbers and names; a string would be one of letters."""
+    wanted = "numbers or names of inputs in a list or tuple, such as [0]"
+    if not isinstance(value, Collection) or isinstance(value, str | bytes):
+        raise _unusable(where, value, wanted)
+    for name in value:
+        if not isinstance(name, str) and not _is_whole(name, least=0):
+            raise _unusable(where, name, wanted)
+
+
 def check_options(
     function: object,
     *,
@@ -113,3 +127,13 @@ def check_options(
             torch.device(device)
         except (RuntimeError, TypeError) as error:
             raise _unusable("device=", device, "a torch.device or its name, such as cuda:0") from error
+
+
+def check_calls(*, calls: object, strides: object, consumes: object, nondeterministic: object) -> None:
+    """Raise an error that names the option of the calls of a function whose value cannot be used."""
+    if not _is_whole(calls, least=1):
+        raise _unusable("calls=", calls, "1 or more")
+    _check_truth_value("strides=", strides)
+    if nondeterministic is not None:
+        _check_truth_value("nondeterministic=", nondeterministic)
+    _check_names("consumes=", consumes)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import msgspec
+import numpy as np
 import torch
 
 from consistency.errors import UsageError
@@ -16,8 +17,12 @@ from consistency.numerics.error_spread import ErrorFigures, Spread
 from consistency.numerics.not_finite import count_not_finite
 from consistency.numerics.real import Real
 from consistency.numerics.rules import LEAST_FACTOR, error_factor, passes
+from consistency.testing.explanation import WrongResult, explain
 
 Status = Literal["within", "inconclusive", "outside"]
+
+Spreads = dict[tuple[str, torch.dtype, int], Spread]
+"""Spreads of results by name, dtype, and number of passes."""
 
 MOST_OF_SIGNAL = 0.1
 """Where rounding may be a larger part of the values than this, a result that passes says little: torchtitan's gate."""
@@ -48,6 +53,8 @@ class ResultError:
         The verdict. A result is ``inconclusive`` where rounding may be so large that a wrong result could pass.
     reason : str
         Why the status is not ``within``, in words.
+    explanation : str
+        How much of a result is outside, where, and what would explain it, in words.
     ratio : float
         The largest error divided by its limit, of a single element, of a row or of the scale of all; more than 1 is
         beyond what rounding may do.
@@ -64,6 +71,7 @@ class ResultError:
     name: str
     status: Status
     reason: str = ""
+    explanation: str = ""
     ratio: float = 0.0
     worst: tuple[int, ...] | None = None
     got: float = 0.0
@@ -77,10 +85,14 @@ class ResultError:
         lines = [f"{self.name}: {self.status}"]
         if self.reason:
             lines[0] += f", {self.reason}"
+        if self.explanation:
+            lines.append(f"  {self.explanation}")
         if self.worst is not None:
+            # beside a value that nearly cancels, the distance to the next number says nothing
+            in_ulp = f" = {self.ulp:.3g} ulp" if self.error <= abs(self.exact) else ""
             lines += [
                 f"  worst element {list(self.worst)}: got {self.got:.9g}, exact {self.exact:.9g}",
-                f"  error {self.error:.3g} = {self.ulp:.3g} ulp, allowed {self.allowed:.3g};"
+                f"  error {self.error:.3g}{in_ulp}, allowed {self.allowed:.3g};"
                 f" all together may be off by {100 * self.share:.2g} % of the values",
             ]
         return "\n".join(lines)
@@ -116,7 +128,15 @@ def allowance(drawn: Sequence[torch.Tensor], exact: torch.Tensor) -> Spread:
 
 
 def judged(
-    name: str, actual: Any, exact: Any, drawn: Sequence[Any], undecided: Undecided, *, any_dtype: bool = False
+    name: str,
+    actual: Any,
+    exact: Any,
+    drawn: Sequence[Any],
+    undecided: Undecided,
+    *,
+    any_dtype: bool = False,
+    others: Mapping[str, torch.Tensor] | None = None,
+    spreads: Spreads | None = None,
 ) -> ResultError:
     """Judge one result: first its shape and its dtype, then its values.
 
@@ -132,6 +152,11 @@ def judged(
     any_dtype : bool
         A tensor may have another dtype of the same kind (floating-point, complex, whole) than the reference's; it is
         judged as what it is.
+    others : mapping of str to torch.Tensor, optional
+        Exact values of other results, in float64, which a wrong one may have instead.
+    spreads : dict, optional
+        Spreads that are known from an earlier judgement by the same passes, and are filled in: of a large result they
+        take most of the time.
     """
     if not isinstance(actual, torch.Tensor) or not isinstance(exact, torch.Tensor):
         is_of_one_type = type(actual) is type(exact)
@@ -145,7 +170,8 @@ def judged(
     wrong_dtype = _describe_wrong_dtype(actual.dtype, drawn[0].dtype, any_dtype=any_dtype)
     if wrong_dtype is not None:
         return _outside(name, wrong_dtype)
-    return _judge_values(name, actual, exact, drawn, undecided)
+    spreads = {} if spreads is None else spreads
+    return _judge_values(name, actual, exact, drawn, undecided, others or {}, spreads)
 
 
 def _describe_wrong_dtype(actual: torch.dtype, wanted: torch.dtype, *, any_dtype: bool) -> str | None:
@@ -160,7 +186,13 @@ def _describe_wrong_dtype(actual: torch.dtype, wanted: torch.dtype, *, any_dtype
 
 
 def _judge_values(
-    name: str, actual: torch.Tensor, exact: torch.Tensor, drawn: Sequence[torch.Tensor], undecided: Undecided
+    name: str,
+    actual: torch.Tensor,
+    exact: torch.Tensor,
+    drawn: Sequence[torch.Tensor],
+    undecided: Undecided,
+    others: Mapping[str, torch.Tensor],
+    spreads: Spreads,
 ) -> ResultError:
     """Judge the values of a tensor; the parameters are those of `judged`."""
     if actual.is_complex():
@@ -174,7 +206,8 @@ def _judge_values(
         dtype = drawn[0].dtype if drawn[0].dtype in UNIT_ROUNDOFF else torch.float32
         actual = actual.to(dtype)
     check_dtype(name, actual.dtype)
-    return _judge_numbers(name, actual, exact.to(torch.float64), [tensor.to(actual.dtype) for tensor in drawn])
+    exact = exact.to(torch.float64)
+    return _judge_numbers(name, actual, exact, [tensor.to(actual.dtype) for tensor in drawn], others, spreads)
 
 
 def _count_wrong_choices(
@@ -187,7 +220,14 @@ def _count_wrong_choices(
     return int((differs & ~undecided(actual, exact, drawn)).sum())
 
 
-def _judge_numbers(name: str, actual: torch.Tensor, exact: torch.Tensor, drawn: list[torch.Tensor]) -> ResultError:
+def _judge_numbers(
+    name: str,
+    actual: torch.Tensor,
+    exact: torch.Tensor,
+    drawn: list[torch.Tensor],
+    others: Mapping[str, torch.Tensor],
+    spreads: Spreads,
+) -> ResultError:
     """Judge a result of floating-point numbers; `exact` is float64, and passes have the dtype of the result."""
     # values beyond the largest number of the dtype become infinite
     stored = exact.to(actual.dtype)
@@ -197,7 +237,11 @@ def _judge_numbers(name: str, actual: torch.Tensor, exact: torch.Tensor, drawn: 
             return mismatch
         is_not_finite = ~stored.isfinite()
         actual, exact, *drawn = (tensor.masked_fill(is_not_finite, 0) for tensor in (actual, exact, *drawn))
-    spread = allowance(drawn, exact)
+        spreads = {}  # those of other values
+    key = name, actual.dtype, len(drawn)
+    if key not in spreads:
+        spreads[key] = allowance(drawn, exact)
+    spread = spreads[key]
     figures, allowed = spread.figures(actual, exact), spread.allowed(exact, actual.dtype)
     error = (actual.to(torch.float64) - exact).abs()
     # the limit of a row over that of an element: `allowed` is of each element by itself
@@ -206,15 +250,17 @@ def _judge_numbers(name: str, actual: torch.Tensor, exact: torch.Tensor, drawn: 
     worst = _index_of_largest(error / allowed.clamp_min(1e-300))
     worst_error = float(error[worst])
     status: Status = "within"
-    reason = ""
+    reason = explanation = ""
     if not passes(figures.ratio):
         status, reason = "outside", _figures_beyond_limit(figures)
+        explanation = explain(WrongResult(got=actual, exact=exact, allowed=allowed), others)
     elif share > MOST_OF_SIGNAL and (figures.ratio or float(spread.limits.largest)):
         status, reason = "inconclusive", "rounding may be more than a tenth of the values"
     return ResultError(
         name=name,
         status=status,
         reason=reason,
+        explanation=explanation,
         ratio=figures.ratio,
         worst=worst,
         got=float(actual[worst]),
@@ -298,9 +344,8 @@ def check_dtype(name: str, dtype: torch.dtype) -> None:
 def _index_of_largest(values: torch.Tensor) -> tuple[int, ...]:
     """Return the index of the largest element; of a scalar, `()`."""
     flat_index = int(values.reshape(-1).to(torch.float64).argmax())
-    if not values.dim():
-        return ()
-    return tuple(int(index) for index in torch.unravel_index(torch.tensor(flat_index), values.shape))
+    # torch.unravel_index imports SymPy, a second of a first assertion
+    return tuple(int(index) for index in np.unravel_index(flat_index, tuple(values.shape)))
 
 
 def _rms(values: torch.Tensor) -> float:

@@ -4,39 +4,37 @@ from __future__ import annotations
 
 import math
 import unittest
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from consistency.errors import UsageError
-from consistency.numerics.decision import Decision, gaps
-from consistency.numerics.decisions import TO_INTEGER
 from consistency.numerics.dtype import UNIT_ROUNDOFF, name_of
-from consistency.testing.calls import GRADIENT, Computed, FunctionCall, Noise
-from consistency.testing.options import Allow, check_options
+from consistency.testing.calls import Computed, FunctionCall
+from consistency.testing.judged_calls import CallsJudge
+from consistency.testing.options import Allow, check_calls, check_options
+from consistency.testing.passes import PASSES, noise_of
 from consistency.testing.result import (
     ResultError,
     Status,
     allowance,
     as_tensor,
     check_dtype,
-    judged,
     parts_of,
 )
-from consistency.worker.cpu_error import by_formula, with_noise
-from consistency.worker.precision import products_of
+from consistency.worker.cpu_error import by_formula
 
-PASSES = 8
-"""Passes with noise: as many as the tool computes for gradients, and enough for a tensor of one row."""
+_MOST_OF_REPR = 200
+"""Characters of a result in one line: pytest cuts what is longer than 240 in its middle."""
 
-_MOST_TIMES = 4
-"""Up to so many times the passes are computed where few elements leave a result inconclusive: of one row the limit is
-19 times the largest figure of 8 passes, 4.2 times that of 32."""
+CALLS = 3
+"""Calls of the function under test: one, another to be the same, and one whose incoming gradients are not
+contiguous."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class WithinRounding:
     """The errors of a function's results and gradients.
 
@@ -62,6 +60,15 @@ class WithinRounding:
     def __bool__(self) -> bool:
         return self.status == "within"
 
+    def __repr__(self) -> str:
+        """Return one line that pytest does not cut when it shows `assert within_rounding(...)`."""
+        wrong = [result for result in self.results if result.status != "within"]
+        if not wrong:
+            return f"<within rounding: {self.name}>"
+        first = f"{wrong[0].name}: {wrong[0].status}, {wrong[0].explanation or wrong[0].reason}"
+        further = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+        return f"<{first[:_MOST_OF_REPR]}{further}>"
+
     def __str__(self) -> str:
         shown = [result for result in self.results if result.status != "within"] or list(self.results)
         head = {
@@ -86,25 +93,6 @@ class RoundingTolerance(dict[str, Any]):  # floats, and of any type to what take
         self.allowed = allowed
 
 
-def _noise(allow: Allow, device: torch.device) -> Noise:
-    """Return a function from a seed to the context of a pass with noise, whose errors are those of such a device."""
-    products = products_of(device) if allow.products is None else allow.products
-    # the pools of a usual call's seeds are kept for the next call
-    return lambda seed: with_noise(products, seed, toward_zero=allow.toward_zero, is_kept=seed < PASSES)
-
-
-def _missing_results(actual: Computed, exact: Computed) -> Iterator[ResultError]:
-    """Yield an error for each result that only the function has, or only its reference."""
-    for name in {**actual, **exact}:
-        if name in actual and name in exact:
-            continue
-        reason = "the reference has no such result"
-        if name in exact:
-            hint = ": gradients=False compares values alone" if name.startswith(GRADIENT) else ""
-            reason = f"the function has none, and its reference has one{hint}"
-        yield ResultError(name=name, status="outside", ratio=math.inf, reason=reason)
-
-
 def _check_no_nan(name: str, exact: Computed) -> None:
     """Raise an error if the reference of a function is NaN somewhere: there is nothing to compare with."""
     for result, value in exact.items():
@@ -116,46 +104,6 @@ def _check_no_nan(name: str, exact: Computed) -> None:
             )
 
 
-def _may_differ(
-    decision: Decision, operands: list[torch.Tensor], got: torch.Tensor, truth: torch.Tensor
-) -> torch.Tensor:
-    """Return the elements of a result, of its shape and bool, in which rounding may make a decision go another way.
-
-    These are elements whose margin in the exact pass is no larger than the error that the operand may have. There are
-    none if the decision did not make this result.
-
-    Parameters
-    ----------
-    decision : Decision
-        From the exact pass; its operand has the exact values.
-    operands : list of torch.Tensor
-        Its operand in each pass with noise.
-    got, truth : torch.Tensor
-        The discrete result of the function, and the exact one.
-    """
-    nowhere = torch.zeros_like(truth, dtype=torch.bool)
-    chosen, operand = decision.decided, decision.operand.to(torch.float64)
-    if chosen.numel() != truth.numel() or operands[0].dtype not in UNIT_ROUNDOFF:
-        return nowhere
-    if not torch.equal(chosen.reshape(truth.shape).to(truth.dtype), truth):
-        return nowhere  # the decision is another one, whose outcome is not this result
-    if not all(bool(tensor.isfinite().all()) for tensor in (operand, *operands)):
-        return nowhere
-    allowed = allowance(operands, operand).allowed(operand, operands[0].dtype)
-    if decision.dim is None:
-        # a margin lies between `scores` values of the operand, each of which may be off by `allowed`
-        is_close = decision.margins(operand) <= decision.scores * allowed
-        if decision.name == TO_INTEGER:
-            # a number that an earlier rounding made whole is at the edge of a cast, and yet the cast decides nothing
-            is_close &= ~torch.stack([tensor == tensor.round() for tensor in (operand, *operands)]).all(0)
-        return is_close.reshape(truth.shape)
-    # a selection: the exact scores of both elements have to be as close as their errors together may be
-    other = got.reshape(chosen.shape).long().clamp(0, operand.shape[decision.dim] - 1)
-    together = allowed.gather(decision.dim, chosen) + allowed.gather(decision.dim, other)
-    is_close = gaps(operand, decision.dim, chosen, other) <= together
-    return (is_close & (other == got.reshape(chosen.shape))).reshape(truth.shape)
-
-
 def within_rounding(
     function: Callable[..., Any],
     *inputs: Any,
@@ -164,58 +112,42 @@ def within_rounding(
     dtype: torch.dtype | None = None,
     gradients: bool = True,
     passes: int = PASSES,
+    calls: int = CALLS,
+    strides: bool = False,
+    consumes: Collection[int | str] = (),
+    nondeterministic: bool | None = None,
     allow: Allow | None = None,
 ) -> WithinRounding:
     """Judge a function as `assert_within_rounding` does, with its parameters; return a mismatch, never raise it."""
     check_options(
         function, reference=reference, device=device, dtype=dtype, gradients=gradients, passes=passes, allow=allow
     )
-    call = FunctionCall(function, reference, inputs, dtype=dtype, gradients=gradients)
-    target = call.device if device is None else torch.device(device)
+    check_calls(calls=calls, strides=strides, consumes=consumes, nondeterministic=nondeterministic)
     allow = allow or Allow()
-    noise = _noise(allow, target)
+    call = FunctionCall(function, reference, inputs, dtype=dtype, gradients=gradients, consumes=consumes)
+    target = call.device if device is None else torch.device(device)
     # autocast has other operations in float32 on a device than on the CPU, where the passes with noise are
     any_dtype = allow.dtype or (target.type != "cpu" and torch.is_autocast_enabled(target.type))
-    actual, exact = call.on(target), call.exact()
+    made = call.on(target, calls=calls, strided=not allow.contiguous)
+    exact, expected_strides = call.exact(), call.strides
     name = getattr(function, "__name__", type(function).__name__)
     if not call.has_nan and not allow.nan:
         _check_no_nan(name, exact)
 
-    results, pass_count = _judge_results(call, noise, passes, actual, exact, any_dtype=any_dtype)
+    judge = CallsJudge(
+        call=call,
+        made=made,
+        exact=exact,
+        strides=expected_strides if strides else None,
+        target=target,
+        passes=passes,
+        any_dtype=any_dtype,
+        nondeterministic=nondeterministic,
+        allow=allow,
+    )
+    results, pass_count = judge.judge()
     title = f"{name} ({name_of(call.dtype)}, {target}, {pass_count} passes with noise)"
-    return WithinRounding(name=title, results=(*results, *_missing_results(actual, exact)))
-
-
-def _judge_results(
-    call: FunctionCall, noise: Noise, passes: int, actual: Computed, exact: Computed, *, any_dtype: bool
-) -> tuple[list[ResultError], int]:
-    """Judge the results that the function and its reference both have; return them, and the number of passes.
-
-    There are `passes` passes with noise, and up to `_MOST_TIMES` as many while a result is inconclusive.
-    """
-
-    def undecided(got: torch.Tensor, truth: torch.Tensor, noisy: Sequence[torch.Tensor]) -> torch.Tensor:
-        may_differ = torch.stack([tensor != truth for tensor in noisy]).any(0)
-        for decision, operands in call.decisions(passes, noise):
-            may_differ |= _may_differ(decision, operands, got, truth)
-        return may_differ
-
-    drawn: list[Computed] = []
-    results: dict[str, ResultError] = {}
-    while not drawn or (len(drawn) < _MOST_TIMES * passes and any(map(_is_inconclusive, results.values()))):
-        with by_formula():
-            # each further round doubles the passes
-            drawn += call.with_noise(range(len(drawn), len(drawn) + max(passes, len(drawn))), noise)
-        for name, value in exact.items():
-            is_open = name not in results or _is_inconclusive(results[name])
-            if name in actual and is_open:
-                noisy = [computed[name] for computed in drawn]
-                results[name] = judged(name, actual[name], value, noisy, undecided, any_dtype=any_dtype)
-    return [*results.values()], len(drawn)
-
-
-def _is_inconclusive(result: ResultError) -> bool:
-    return result.status == "inconclusive"
+    return WithinRounding(name=title, results=tuple(results))
 
 
 def assert_within_rounding(
@@ -226,13 +158,18 @@ def assert_within_rounding(
     dtype: torch.dtype | None = None,
     gradients: bool = True,
     passes: int = PASSES,
+    calls: int = CALLS,
+    strides: bool = False,
+    consumes: Collection[int | str] = (),
+    nondeterministic: bool | None = None,
     allow: Allow | None = None,
 ) -> None:
     """Raise an error unless the results of a function are within what rounding may do.
 
-    The function is called once on the device. Then it, or its reference, is called on the CPU: once in float64, and
-    several times with random rounding errors. All calls have the same inputs, which are rounded once. For each call
-    random generators are seeded alike and inputs are copied; what a call writes into its inputs counts as a result.
+    The function is called on the device, several times. Then it, or its reference, is called on the CPU: once in
+    float64, and several times with random rounding errors. All calls have the same inputs, which are rounded once. For
+    each call random generators are seeded alike and inputs are copied; what a call or its backward pass writes into
+    its inputs counts as a result.
 
     Parameters
     ----------
@@ -252,6 +189,17 @@ def assert_within_rounding(
     passes : int, optional
         Number of passes with random rounding errors, two at least. More passes make the limits of a few elements
         narrower; up to four times as many are computed before a result is called inconclusive.
+    calls : int, optional
+        Number of calls on the device, with equal inputs; each has to be within rounding. The last of several has
+        incoming gradients that are not contiguous.
+    strides : bool, optional
+        Compare the strides of the results with those of the reference's, too.
+    consumes : collection of int or str, optional
+        Inputs that the function may leave changed, after the call or its backward pass, by number or by name: `0`,
+        ``"input 1['b']"``; ``"incoming gradient"`` stands for the gradients that its results are given.
+    nondeterministic : bool, optional
+        Whether calls with equal inputs may have other bits, as atomic additions make them, each within rounding all the
+        same. False makes such a result outside; by default the judgement names it, and passes.
     allow : Allow, optional
         Further allowances for a healthy implementation, and the outcome of an inconclusive test.
 
@@ -278,6 +226,10 @@ def assert_within_rounding(
         dtype=dtype,
         gradients=gradients,
         passes=passes,
+        calls=calls,
+        strides=strides,
+        consumes=consumes,
+        nondeterministic=nondeterministic,
         allow=allow,
     )
     choice = (allow or Allow()).inconclusive
@@ -325,7 +277,7 @@ def rounding_tolerance(
     check_options(function, device=device, dtype=dtype, passes=passes, allow=allow)
     call = FunctionCall(function, None, inputs, dtype=dtype, gradients=False)
     target = call.device if device is None else torch.device(device)
-    noise = _noise(allow or Allow(), target)
+    noise = noise_of(allow or Allow(), target, sums_in_half=target.type == "cpu")
     with by_formula():
         drawn = call.with_noise(range(passes), noise)
     tolerances: dict[str, _ResultTolerance] = {}

@@ -27,7 +27,7 @@ from consistency.numerics.fused_attention import FusedAttention
 from consistency.numerics.precision import Precision
 from consistency.numerics.real import Real
 from consistency.numerics.reduced_products import ReducedProducts
-from consistency.numerics.rounding_noise import RoundingNoise
+from consistency.numerics.rounding_noise import NORM_GRADIENTS, HalfSums, RoundingNoise
 from consistency.numerics.rules import RoundingError
 from consistency.worker import determinism
 from consistency.worker.bound_kernels import multiplies_in_triton
@@ -140,15 +140,26 @@ def products_of_run(job: Job, model: torch.nn.Module) -> dict[str, Products]:
 
 
 @contextmanager
-def with_noise(products: Products, seed: int, *, toward_zero: bool = False, is_kept: bool = False) -> Iterator[None]:
+def with_noise(
+    products: Products,
+    seed: int,
+    *,
+    toward_zero: bool = False,
+    is_kept: bool = False,
+    half_sums: HalfSums = NORM_GRADIENTS,
+    together: bool = False,
+) -> Iterator[None]:
     """Compute on the CPU as a healthy device with such products may, with other rounding errors for each seed.
 
     A device may have attention by a fused kernel, or by its formula: every other pass is one, from the first on. The
     options are those of `RoundingNoise`.
     """
-    attention = nullcontext() if seed % 2 else FusedAttention()
+    # passes together have no attention: a mode of functions sees each of their many calls, in twice the time
+    attention = nullcontext() if seed % 2 or together else FusedAttention()
     partial = {getattr(torch, dtype): terms for dtype, terms in products.partial_terms.items()}
-    noise = RoundingNoise(seed, partial_terms=partial, toward_zero=toward_zero, is_kept=is_kept)
+    noise = RoundingNoise(
+        seed, partial_terms=partial, toward_zero=toward_zero, is_kept=is_kept, half_sums=half_sums, together=together
+    )
     with computing_with(products), by_formula(), attention, noise:
         yield
 

@@ -13,6 +13,21 @@ from torch.nn import functional as f
 Function = Callable[..., Tensor]
 
 
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    """Return normal deviates, the same for each seed."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def read_in_order(x: Tensor, *, offset: int | None = None) -> Tensor:
+    """Return a tensor's elements as a kernel reads them that assumes it to be contiguous."""
+    strides = torch.empty(x.shape, device="meta").stride()
+    return torch.as_strided(x, x.shape, strides, offset)
+
+
+def twice(x: Tensor) -> Tensor:
+    return x * 2
+
+
 def halves_in_one_accumulator(x: Tensor, weight: Tensor) -> Tensor:
     """Multiply matrices with every partial sum rounded to the operands' dtype."""
     total = torch.zeros(*x.shape[:-1], weight.shape[-1], dtype=x.dtype)
