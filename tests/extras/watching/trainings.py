@@ -23,7 +23,7 @@ VOCABULARY = 64
 
 
 def tiny_llama(*, layers: int = 3, seed: int = 0, dropout: float = 0.0, **config: Any) -> Any:
-    """Return a LLama with a LoRA, float32, with the same weights for the same seed."""
+    """Return a Llama with a LoRA, float32, with the same weights for the same seed."""
     from peft import LoraConfig, get_peft_model
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -66,6 +66,8 @@ class Training:
     optimizer: Any = None
     call: Any = None
     options: dict[str, Any] = field(default_factory=dict)
+    kept: dict[str, Any] = field(default_factory=dict)
+    """What a planted fault keeps from one step to another."""
     watch: Any = None
     batches: Callable[[int, int], dict[str, torch.Tensor]] = batch
     losses: list[float] = field(default_factory=list)
@@ -113,7 +115,7 @@ def _rank(rank: int, world: int, folder: str, work: Callable[..., Any], args: Se
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     store = f"file://{folder}/store"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world, timeout=timedelta(seconds=20))
     try:
         value = work(rank, world, *args)
     except BaseException:
