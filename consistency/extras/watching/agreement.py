@@ -12,6 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from consistency.capture.names import split_name
 from consistency.capture.wording import counted, layers_text
@@ -38,17 +39,16 @@ def digests_of(kind: str, tensors: Mapping[str, torch.Tensor]) -> Digests:
 
 def local_part_of(tensor: torch.Tensor) -> tuple[torch.Tensor, str]:
     """Return this rank's part of a tensor, and which part that is: empty for a tensor that each rank holds whole."""
-    placements = getattr(tensor, "placements", None)
-    if placements is None:
+    if not isinstance(tensor, DTensor):
         return tensor.detach(), ""
     # ranks along a mesh dimension that replicates hold the same part
     coordinate = tensor.device_mesh.get_coordinate() or ()
     parts = [
         f"{number}:{index}"
-        for number, (placement, index) in enumerate(zip(placements, coordinate, strict=True))
+        for number, (placement, index) in enumerate(zip(tensor.placements, coordinate, strict=True))
         if not placement.is_replicate()
     ]
-    return tensor.detach().to_local(), f"[{','.join(parts)}]" if parts else ""
+    return tensor.to_local().detach(), f"[{','.join(parts)}]" if parts else ""
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, torch.Tensor]:

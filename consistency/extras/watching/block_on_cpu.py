@@ -90,14 +90,14 @@ def inputs_of_block(
     """Compute a micro-batch once more, and return what enters one block and arrives at it."""
     inputs = BlockInputs()
 
-    def keep_inputs(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def keep_inputs(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if inputs.kwargs is None:  # a checkpointed block computes twice
             inputs.args, inputs.kwargs = (
                 _plain(args),
                 {key: _plain(kwargs[key]) for key in kwargs if key not in _CACHES},
             )
 
-    def keep_incoming(module: torch.nn.Module, args: Any, output: Any) -> None:
+    def keep_incoming(_module: torch.nn.Module, _args: Any, output: Any) -> None:
         tensor = first_tensor(output)
         if tensor is not None and tensor.requires_grad:
             tensor.register_hook(lambda gradient: setattr(inputs, "incoming", gradient.detach()))
@@ -121,7 +121,8 @@ def _plain(value: Any) -> Any:
 
 def judge_block(block: torch.nn.Module, inputs: BlockInputs) -> Any:
     """Return the errors of a block's output, and of the gradients of its input and its trainable parameters."""
-    assert inputs.kwargs is not None and inputs.incoming is not None
+    assert inputs.kwargs is not None
+    assert inputs.incoming is not None
     rows = inputs.incoming.shape[0]
     args = _first_row(inputs.args, rows)
     kwargs = _first_row(inputs.kwargs, rows)
@@ -189,9 +190,12 @@ def _with_first(args: Any, kwargs: Any, replacement: torch.Tensor) -> tuple[Any,
 
 @contextmanager
 def without_dropout(module: torch.nn.Module) -> Iterator[None]:
-    """Switch dropout off, and nothing else that training mode does."""
+    """Switch dropout off, and checkpointing, which a gradient by itself has no use for."""
     switched: list[tuple[torch.nn.Module, str, Any]] = []
     for part in module.modules():
+        if getattr(part, "gradient_checkpointing", False) is True:
+            switched.append((part, "gradient_checkpointing", True))
+            part.gradient_checkpointing = False  # type: ignore[assignment]
         if isinstance(part, torch.nn.modules.dropout._DropoutNd):
             switched.append((part, "p", part.p))
             part.p = 0.0

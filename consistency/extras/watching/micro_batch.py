@@ -125,6 +125,13 @@ class WatchedModel:
         """Return the parameters that are trained, by name."""
         return {name: tensor for name, tensor in self.model.named_parameters() if tensor.requires_grad}
 
+    def block_of(self, layer: str) -> str:
+        """Return the block that a layer is, or lies in, by either name of the layer; empty where it is in none."""
+        for name in self.blocks:
+            if f".{name}." in f".{layer}.":
+                return name
+        return ""
+
     def batch_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> MicroBatch:
         """Return a call of the model as a micro-batch, with the conditions of this moment."""
         kind, autocast = self.device.type, None
@@ -177,7 +184,7 @@ class WatchedModel:
 
 
 def _noting_output(name: str, marks: PassMarks) -> Callable[..., None]:
-    def note(module: torch.nn.Module, args: Any, output: Any) -> None:
+    def note(_module: torch.nn.Module, _args: Any, output: Any) -> None:
         tensor = first_tensor(output)
         if tensor is None:
             return
@@ -189,7 +196,7 @@ def _noting_output(name: str, marks: PassMarks) -> Callable[..., None]:
 
 
 def _noting_outputs_of_model(marks: PassMarks) -> Callable[..., None]:
-    def note(module: torch.nn.Module, args: Any, output: Any) -> None:
+    def note(_module: torch.nn.Module, _args: Any, output: Any) -> None:
         for number, tensor in differentiable_outputs(output).items():
             marks.note("", f"{OUTPUT} {number}" if number else LOSS, tensor)
             tensor.register_hook(_keeping(number, marks))

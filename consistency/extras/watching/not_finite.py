@@ -76,7 +76,7 @@ def _discovery(rank: int, origin: Origin, between: str) -> Discovery:
         message=f"{what}, micro-batch {origin.batch + 1} of the step: {between}",
         ranks=(rank,),
         tensors=((origin.layer, origin.tensor),),
-        next="look at that module's inputs and dtype: an overflow of float16, a division by zero, a mask of a whole row; "
+        next="look at that module's inputs and dtype: an overflow of float16, a division by zero, a mask of a row; "
         "go back to the checkpoint before it",
     )
 
@@ -119,7 +119,7 @@ def _first_in_pass(watched: WatchedModel, batch: MicroBatch) -> tuple[str, str] 
 
 
 def _noting_result(name: str, forward: list[str], backward: list[str]) -> Any:
-    def note(module: torch.nn.Module, args: Any, output: Any) -> None:
+    def note(_: torch.nn.Module, args: Any, output: Any) -> None:
         tensors = [leaf for leaf in _pytree.tree_leaves(args) if isinstance(leaf, torch.Tensor)]
         results = [leaf for leaf in _pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
         # inner modules end before the module that holds them: the first to be noted is the innermost

@@ -69,7 +69,7 @@ class Repeats:
     ) -> None:
         """Report other bits where each pass has to have the same; else have the block judged that differs first."""
         layer, tensor = place
-        self.suspect = layer if layer in watched.blocks else ""
+        self.suspect = watched.block_of(layer)
         if not repeats_its_bits(watched.device):
             outcome.figures["other bits"] = f"{layer}.{tensor}"
             outcome.not_checked = "deterministic algorithms are off: the block that differs is judged by the rule block"
@@ -169,12 +169,12 @@ def _compute_for(
     if place is None:
         return
     layer, tensor = place
-    repeats.suspect = repeats.suspect or (layer if layer in watched.blocks else "")
+    repeats.suspect = repeats.suspect or watched.block_of(layer)
     outcome.discoveries.append(
         Discovery(
             kind=OTHER_RANK_DIFFERS,
-            message=f"ranks {received.rank} and {talk.rank} compute the same micro-batch with the same weights to other "
-            f"bits, first in the {tensor} of {layer or 'the model'}: {between}",
+            message=f"ranks {received.rank} and {talk.rank} compute the same micro-batch with the same weights to "
+            f"other bits, first in the {tensor} of {layer or 'the model'}: {between}",
             ranks=(received.rank, talk.rank),
             tensors=((layer or "model", tensor),),
             next="read which of the two the check by the CPU names; else exchange their cards, or test both",

@@ -84,7 +84,7 @@ def as_comparison(discoveries: Sequence[Discovery], *, title: str, places: Seque
         reference=None,
         workers=workers,
         architectures=groups,
-        tensors=tuple(row for discovery in discoveries for row in _rows(discovery, names)),
+        tensors=tuple(_rows(discoveries, names)),
         findings=findings,
     )
 
@@ -102,11 +102,22 @@ def _finding(discovery: Discovery) -> Finding:
     )
 
 
-def _rows(discovery: Discovery, names: Sequence[str]) -> list[TensorComparison]:
-    """Return a row for each tensor of a discovery: outside on its ranks."""
-    workers = tuple(names[rank] for rank in discovery.ranks if rank < len(names)) or tuple(names)
-    ratio = None if discovery.ratio is None else Real(discovery.ratio)
-    outcome = Outcome(workers=workers, reference=None, status="outside", reason=discovery.message, ratio=ratio)
+def _rows(discoveries: Sequence[Discovery], names: Sequence[str]) -> list[TensorComparison]:
+    """Return a row for each tensor, outside on the ranks of its discoveries; a rank has one outcome of a tensor."""
+    outcomes: dict[tuple[str, str], dict[str, Outcome]] = {}
+    rules: dict[tuple[str, str], str] = {}
+    # what a rule has judged says more than that bits differ
+    for discovery in sorted(discoveries, key=lambda discovery: discovery.ratio is None):
+        workers = tuple(names[rank] for rank in discovery.ranks) or tuple(names)
+        ratio = None if discovery.ratio is None else Real(discovery.ratio)
+        for place in dict.fromkeys(discovery.tensors):
+            by_worker = outcomes.setdefault(place, {})
+            rules.setdefault(place, "bitwise" if ratio is None else "block")
+            for worker in workers:
+                outcome = Outcome(
+                    workers=(worker,), reference=None, status="outside", reason=discovery.message, ratio=ratio
+                )
+                by_worker.setdefault(worker, outcome)
     return [
         TensorComparison(
             stage=WATCH,
@@ -115,11 +126,11 @@ def _rows(discovery: Discovery, names: Sequence[str]) -> list[TensorComparison]:
             tensor=tensor,
             shape=(),
             dtype="",
-            rule="bitwise" if discovery.ratio is None else "block",
-            classes=(workers,),
-            outcomes=(outcome,),
+            rule=rules[layer, tensor],
+            classes=(tuple(by_worker),),
+            outcomes=tuple(by_worker.values()),
         )
-        for layer, tensor in discovery.tensors
+        for (layer, tensor), by_worker in outcomes.items()
     ]
 
 

@@ -17,6 +17,7 @@ import torch
 from consistency.capture.names import split_name
 from consistency.capture.wording import counted, layers_text
 from consistency.errors import first_line
+from consistency.extras.watching.agreement import local_part_of
 from consistency.extras.watching.kinds import NOT_RELOADED, NOT_TRAINED, SAME_BATCH, UNEQUAL_WEIGHTS
 from consistency.extras.watching.micro_batch import MicroBatch, WatchedModel, buffers_kept
 from consistency.extras.watching.outcome import CheckOutcome, Discovery
@@ -92,7 +93,7 @@ class Trained:
                 self.reached.add(name)
             if name in self.had_gradient or parameter.grad is None or not float(rates.get(id(parameter), 0.0)):
                 continue
-            if bool(_local_tensor(parameter.grad).any()):
+            if bool(local_part_of(parameter.grad)[0].any()):
                 self.had_gradient.add(name)
         self.steps += 1
 
@@ -164,11 +165,7 @@ def _untrained(names: Sequence[str], why: str, todo: str) -> Discovery:
 
 
 def _local(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: _local_tensor(tensor) for name, tensor in tensors.items()}
-
-
-def _local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if hasattr(tensor, "placements") else tensor  # type: ignore[no-any-return,operator]
+    return {name: local_part_of(tensor)[0] for name, tensor in tensors.items()}
 
 
 def check_reloaded(watched: WatchedModel, folder: Path | None, talk: RankTalk) -> CheckOutcome:

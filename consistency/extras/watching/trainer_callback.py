@@ -7,7 +7,8 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from consistency.extras.watching.watch import OnFinding, Watch
+from consistency.extras.watching.outcome import Discovery
+from consistency.extras.watching.training_watch import OnFinding, Watch
 
 _FOLDER = "watch"
 
@@ -37,6 +38,14 @@ class Callback(TrainerCallback):  # type: ignore[misc]  # transformers' types ar
         self.watch: Watch | None = None
         self._options: dict[str, Any] = {"every": every, "on_finding": on_finding, "timeout_s": timeout_s}
         self._output, self._resumed_from = output, resumed_from
+
+    @property
+    def findings(self) -> list[Discovery]:
+        """Return what the watch has found."""
+        return [] if self.watch is None else self.watch.findings
+
+    # the Trainer calls every method with the same arguments
+    # ruff: noqa: ARG002
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Begin to watch."""

@@ -1,14 +1,16 @@
-"""Faults planted into real trainings, alone and by several processes, are found and named; their healthy twins are not."""
+"""Faults planted into real trainings by several processes are found and named; their healthy twins are not."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+import consistency
 from consistency.extras.watching.watch import TrainingError
 from tests.extras.watching.trainings import Training, batch, on_ranks
 
@@ -87,10 +89,13 @@ def _dropping(training: Training, bucket: Any) -> Any:
 
 
 def add_in_half(step: int, training: Training) -> None:
-    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
-
     if step == 1:
-        training.call.register_comm_hook(None, bf16_compress_hook)
+        training.call.register_comm_hook(training, _halving)
+
+
+def _halving(training: Training, bucket: Any) -> Any:
+    tensor = bucket.buffer().bfloat16() / training.world
+    return torch.distributed.all_reduce(tensor, async_op=True).get_future().then(lambda f: f.value()[0].float())
 
 
 def late_sum(step: int, training: Training) -> None:
@@ -103,11 +108,15 @@ def _late(training: Training, bucket: Any) -> Any:
     tensor = bucket.buffer() / training.world
     before = training.kept.get("before", tensor.clone())
 
-    def done(future: Any) -> torch.Tensor:
+    def done(future: Any) -> Any:
         training.kept["before"] = future.value()[0].clone()
         return before
 
     return torch.distributed.all_reduce(tensor, async_op=True).get_future().then(done)
+
+
+for hook in (_dropping, _halving, _late):
+    hook.__annotations__.clear()  # DistributedDataParallel takes no other than its own, which here are texts
 
 
 def no_fault(step: int, training: Training) -> None:
@@ -173,6 +182,19 @@ def train_and_raise(rank: int, world: int) -> str:
     except TrainingError as error:
         return str(error)
     return ""
+
+
+def train_into(rank: int, world: int, folder: str) -> int:
+    Training(rank=rank, world=world, options={"timeout_s": 20.0}).run(Path(folder), scaled_attention)
+    return 0
+
+
+def test_the_report_of_several_findings_is_read_again(tmp_path: Path) -> None:
+    on_ranks(3, train_into, str(tmp_path))
+    report = consistency.load_report(tmp_path)
+    assert report.verdict == "inconsistent"
+    assert {finding.kind for finding in report.findings} == {"other-rank-differs", "wrong-block"}
+    assert all((tmp_path / name).is_file() for name in ("report.md", "report.html", "watch.jsonl"))
 
 
 def test_all_ranks_raise_alike() -> None:

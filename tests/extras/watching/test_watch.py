@@ -1,5 +1,6 @@
-"""The watch on one process: it changes nothing, repeats, finds, writes its report, and hangs on transformers' Trainer."""
+"""The watch on one process changes nothing, finds, writes its report, and is a callback of transformers' Trainer."""
 
+# ruff: noqa: ARG002, ARG005
 from __future__ import annotations
 
 import json
@@ -52,7 +53,7 @@ def test_a_training_has_the_same_bits_with_the_watch(tmp_path: Path, options: di
     callback = consistency.watch.Callback(every=2)
     watched = trainer(tmp_path / "watched", tiny_llama(dropout=0.1), [callback], **options)
     watched.train()
-    assert callback.watch.findings == []
+    assert callback.findings == []
     assert losses(watched) == losses(plain)
     assert bits(watched.model) == bits(plain.model)
     lines = [json.loads(line) for line in (tmp_path / "watched" / "watch" / "watch.jsonl").read_text().splitlines()]
@@ -75,7 +76,7 @@ def test_a_finding_stops_the_trainer_which_saves_first(tmp_path: Path) -> None:
     made.train()
     assert made.state.global_step == 4
     assert (tmp_path / "checkpoint-4").is_dir()
-    assert [found.kind for found in callback.watch.findings] == ["base-changed"]
+    assert [found.kind for found in callback.findings] == ["base-changed"]
     loaded = consistency.load_report(tmp_path / "watch")
     assert loaded.findings[0].tensors == ("watch::base_model.model.model.layers.1.mlp.up_proj.weight",)
     assert made.state.log_history[-2]["watch/findings"] == 1.0
@@ -85,13 +86,13 @@ def test_an_adapter_that_was_not_loaded_again_is_named(tmp_path: Path) -> None:
     trainer(tmp_path, tiny_llama(), [consistency.watch.Callback(every=2)], save_strategy="steps", save_steps=2).train()
     healthy = consistency.watch.Callback(every=2)
     trainer(tmp_path, tiny_llama(), [healthy], max_steps=6).train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
-    assert healthy.watch.findings == []
+    assert healthy.findings == []
     callback = consistency.watch.Callback(every=2)
     made = trainer(tmp_path, tiny_llama(), [callback], max_steps=6)
     made._load_from_checkpoint = lambda *_: None
     made.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
-    assert [found.kind for found in callback.watch.findings] == ["not-reloaded"]
-    assert callback.watch.findings[0].message.startswith("18 of 18 tensors of the adapter")
+    assert [found.kind for found in callback.findings] == ["not-reloaded"]
+    assert callback.findings[0].message.startswith("18 of 18 tensors of the adapter")
 
 
 def test_a_base_that_was_rounded_on_resuming_is_named(tmp_path: Path) -> None:
@@ -128,7 +129,7 @@ def test_the_trainer_weighs_by_tokens(tmp_path: Path) -> None:
         if number % 3:
             sample["labels"][4:] = -100
     made.train()
-    assert callback.watch.findings == []
+    assert callback.findings == []
 
 
 def nan_from_mlp(step: int, training: Training) -> None:

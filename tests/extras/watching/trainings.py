@@ -107,7 +107,9 @@ class Training:
 def on_ranks(world: int, work: Callable[..., Any], *args: Any) -> list[Any]:
     """Call a function of a module on so many ranks of a gloo group; return what each returned."""
     with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(_rank, (world, folder, work, args), nprocs=world, start_method="fork")
+        mp.start_processes(  # type: ignore[attr-defined,no-untyped-call]  # torch says neither
+            _rank, (world, folder, work, args), nprocs=world, start_method="fork"
+        )
         return [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(world)]
 
 
