@@ -10,6 +10,5 @@ PLUGIN = Plugin(
     name="watching",
     api={"watch": f"{_WATCHING}.api"},
     kinds=(f"{_WATCHING}.kinds:KINDS",),
-    glossary=("consistency.extras.watching:glossary.md",),
     statements={"watch": f"{_WATCHING}.report:statement"},
 )

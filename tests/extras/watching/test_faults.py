@@ -8,30 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 import consistency
 from consistency.extras.watching.watch import TrainingError
-from tests.extras.watching.trainings import Training, batch, on_ranks
+from tests.extras.watching.trainings import Training, batch, block, flip, is_of_the_device, on_ranks
 
 pytestmark = pytest.mark.process
 
 LAYER = "model.layers.1"
-
-
-def flip(tensor: torch.Tensor) -> None:
-    """Flip a low bit of one element."""
-    with torch.no_grad():
-        tensor.view(-1)[:1].view(torch.int32).bitwise_xor_(1)
-
-
-def is_of_the_device() -> bool:
-    """Report whether a pass is one of the device, and not of the float64 or the noise that judges it."""
-    return _get_current_dispatch_mode() is None
-
-
-def block(training: Training) -> Any:
-    return training.model.get_base_model().model.layers[1]
 
 
 def lora_bit(step: int, training: Training) -> None:

@@ -13,8 +13,7 @@ import torch
 import consistency
 from consistency.errors import UsageError
 from consistency.extras.watching.watch import TrainingError
-from tests.extras.watching.test_faults import block, flip, is_of_the_device
-from tests.extras.watching.trainings import Training, batch, tiny_llama
+from tests.extras.watching.trainings import Training, batch, block, flip, is_of_the_device, tiny_llama
 
 pytestmark = pytest.mark.process
 

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 VOCABULARY = 64
 
@@ -102,6 +103,21 @@ class Training:
                 break
         self.watch.close()
         return list(self.watch.findings)
+
+
+def flip(tensor: torch.Tensor) -> None:
+    """Flip a low bit of one element."""
+    with torch.no_grad():
+        tensor.view(-1)[:1].view(torch.int32).bitwise_xor_(1)
+
+
+def is_of_the_device() -> bool:
+    """Report whether a pass is one of the device, and not of the float64 or the noise that judges it."""
+    return _get_current_dispatch_mode() is None
+
+
+def block(training: Training) -> Any:
+    return training.model.get_base_model().model.layers[1]
 
 
 def on_ranks(world: int, work: Callable[..., Any], *args: Any) -> list[Any]:
