@@ -1,7 +1,7 @@
 """Measure what a watch costs a training: seconds of a check, over the steps between two checks.
 
-Two ranks train an adapter by DistributedDataParallel and gloo, each on one core. The median of plain steps is taken without
-a watch, and the checks' own seconds from `watch.jsonl`; their ratio is that of an interval of `--every` steps, which
+Two ranks train an adapter by DistributedDataParallel and gloo, each on one core. Plain steps are taken without
+a watch, and a check is the last watched step less a usual one; their ratio is that of an interval of `--every` steps, which
 would take hours here.
 
     python -m benchmarks.watch_cost BASE ADAPTER [--every 200] [--steps 6]
@@ -70,7 +70,7 @@ def main() -> int:
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         arguments = (folder, given.base, given.adapter, given.steps, given.tokens)
-        mp.spawn(train, arguments, nprocs=_WORLD)  # type: ignore[no-untyped-call]
+        mp.spawn(train, arguments, nprocs=_WORLD)  # type: ignore[attr-defined,no-untyped-call]
         seconds: dict[str, Any] = json.loads((Path(folder) / "seconds.json").read_text())
     plain = statistics.median(seconds["plain"])
     unchecked = statistics.median(seconds["watched"][3:-1])
