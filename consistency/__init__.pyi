@@ -10,9 +10,9 @@ from consistency.extras.merging.check_merged.result import check_merged as check
 from consistency.extras.merging.diff.result import diff as diff
 from consistency.extras.peft_api.wrapping.check import check_wrapped as check_wrapped
 from consistency.extras.peft_api.wrapping.report import WrapperReport as WrapperReport
-from consistency.extras.serving.check_text.judge_texts import TextOptions as TextOptions
 from consistency.extras.serving.check_text.judge_texts import check_rollouts as check_rollouts
 from consistency.extras.serving.check_text.judge_texts import check_text as check_text
+from consistency.extras.serving.check_text.options import TextOptions as TextOptions
 from consistency.extras.serving.check_text.report import TextReport as TextReport
 from consistency.extras.serving.check_text.sampling import Sampling as Sampling
 from consistency.extras.serving.check_text.texts import Text as Text

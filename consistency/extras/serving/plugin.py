@@ -32,7 +32,7 @@ PLUGIN = Plugin(
     api={
         "Text": f"{_CHECK_TEXT}.texts",
         "TextReport": f"{_CHECK_TEXT}.report",
-        "TextOptions": f"{_CHECK_TEXT}.judge_texts",
+        "TextOptions": f"{_CHECK_TEXT}.options",
         "Sampling": f"{_CHECK_TEXT}.sampling",
         "check_text": f"{_CHECK_TEXT}.judge_texts",
         "check_rollouts": f"{_CHECK_TEXT}.judge_texts",

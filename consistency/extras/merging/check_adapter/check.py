@@ -6,6 +6,7 @@ time, which takes base and PEFT to see.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,7 +34,7 @@ _COMPUTED_ON_LOADING = re.compile(r"pissa|olora|corda|eva|loftq|lora_ga|orthogon
 _MOST_NAMED = 4
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(kw_only=True)
 class SavedAdapter:
     """What a check has found of a saved adapter.
 
@@ -65,13 +66,14 @@ class SavedAdapter:
     is_base_read: bool = False
     relation: Relation | None = None
 
-    @property
-    def layers(self) -> Sequence[str]:
-        """Return the adapted layers; of a method whose tensors are not known here, all that are in the file."""
+    @functools.cached_property
+    def layers(self) -> Mapping[str, None]:
+        """Return the adapted layers in order; all in the file, where the method's tensors are not known here."""
         by_name = by_layer(tensor for tensor in self.contents if tensor.part not in ("weight", "bias", "tensor"))
-        return [layer for layer, parts in by_name.items() if is_known_method(parts)] or list(by_name)
+        known = [layer for layer, parts in by_name.items() if is_known_method(parts)]
+        return dict.fromkeys(known or by_name)
 
-    @property
+    @functools.cached_property
     def is_method_known(self) -> bool:
         """Report whether the file's layers can be told from their tensors."""
         return any(is_known_method(parts) for parts in by_layer(self.contents).values())

@@ -105,33 +105,35 @@ def _is_rounded(
     if is_after:
         # the largest value that is held is a level itself
         scale = held.abs().amax(dim=1, keepdim=True).clamp(min=_SMALLEST)
-        number = _nearest(held / scale, table)
+        level = _nearest(held / scale, table)
         # the sum was rounded to the folder's dtype before, so that near a middle both its neighbours are right
         values = exact / largest
-        slack = 6 * unit * values.abs()
-        lowest, highest = _nearest(values - slack, table), _nearest(values + slack, table)
-        if not bool(((number >= lowest) & (number <= highest)).all()):
+        slack = values.abs().mul_(6 * unit)
+        lowest, highest = _nearest(values - slack, table), _nearest(values.add_(slack), table)
+        # the largest distance takes a fifth of the time of comparing all, and is NaN where one of them is
+        if not float(torch.maximum(lowest.sub_(level), level - highest).max()) <= 0:
             return False
-        allowed = 3 * unit * held.abs()
+        allowed = held.abs().mul_(3 * unit)
     else:
         # half way between two levels, where quantizers differ, the one that fits is taken
         low, high = (_nearest(exact / largest + shift, table) for shift in (-_TIE, _TIE))
-        sure = torch.where(low == high, table[low], 0.0)
+        sure = torch.where(low == high, low, 0.0)
         scale = (held * sure).sum(dim=1, keepdim=True) / sure.square().sum(dim=1, keepdim=True).clamp(min=_SMALLEST)
-        is_low = (held - table[low] * scale).abs() <= (held - table[high] * scale).abs()
-        number = torch.where(is_low, low, high)
-        sizes = (actual.abs() + delta.abs()).reshape(-1, size) + (table[number] * scale).abs()
+        is_low = (held - low * scale).abs() <= (held - high * scale).abs()
+        level = torch.where(is_low, low, high)
+        sizes = (actual.abs() + delta.abs()).reshape(-1, size) + (level * scale).abs()
         allowed = 3 * unit * sizes
     if not bool(((scale / largest - 1).abs() <= _MOST_OFF).all()):
         return False
-    rounded = table[number] * scale
+    rounded = level * scale
     # levels that are no farther apart than the dtype's own numbers tell nothing
-    is_telling = float(((exact - rounded).abs() > allowed).double().mean()) >= _LEAST_TELLING
-    return is_telling and bool(((held - rounded).abs() <= allowed).all())
+    telling = int(((exact - rounded).abs_() > allowed).count_nonzero())
+    return telling >= _LEAST_TELLING * exact.numel() and float((held - rounded).abs_().sub_(allowed).max()) <= 0
 
 
 def _nearest(values: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """Return the index of the nearest level of each value."""
+    """Return the nearest level of each value."""
     if len(table) == _CODES:  # these are evenly spaced
-        return (values * (_CODES // 2)).round_().clamp_(-(_CODES // 2), _CODES // 2).add_(_CODES // 2).long()
-    return torch.bucketize(values, (table[1:] + table[:-1]) / 2)
+        largest = _CODES // 2
+        return (values * largest).round_().clamp_(-largest, largest).div_(largest)
+    return table[torch.bucketize(values, (table[1:] + table[:-1]) / 2)]

@@ -25,7 +25,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -53,6 +53,15 @@ _TRIED = (8, 64)
 
 _SAMPLED = 16
 """Rows of a matrix, evenly taken, from which what rounding took of the adapter's effect is measured."""
+
+_TELLING = 256
+"""Elements outside of the nearest order on which others are tried first."""
+
+_GATHERED = 16
+"""One of how many rows is copied out to be compared alone: copying more takes longer than comparing all."""
+
+_FEW_COLUMNS = 32
+"""Columns of a row that are compared with the base's before the whole row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,8 +235,9 @@ class _Product:
 
     def ends_at(self, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
         """Return the lower and the upper ends of single elements: `(2, n)`, float64."""
-        middle = (self._left[row] * self._right.T[column]).sum(dim=1)
-        off = self._off[0][row, 0] * self._off[1][0, column] + self._floor
+        left, right = self._left[row], self._right.T[column]
+        middle = (left * right).sum(dim=1)
+        off = left.norm(dim=1) * self._share * right.norm(dim=1) + self._floor
         return self._merged(torch.stack((middle - off, middle + off)), self._base[row, column])
 
     def _merged(self, ends: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
@@ -273,12 +283,15 @@ class OutsideElements:
         Number of elements that were looked at.
     worst : tuple or None
         Row and column of an outside element, its value, and the ends between which it should be.
+    places : list of tuple
+        Rows and columns of the outside elements, by block.
     """
 
     order: Order
     rows: torch.Tensor
     seen: int = 0
     worst: tuple[int, int, float, float, float] | None = None
+    places: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     _far: float = -1.0
 
     @property
@@ -294,6 +307,7 @@ class OutsideElements:
     def add(self, places: tuple[torch.Tensor, torch.Tensor], actual: torch.Tensor, ends: torch.Tensor) -> None:
         """Count outside elements, and keep the one that is farthest off in units of its size and a typical one."""
         row, column = places
+        self.places.append(places)
         self.rows.index_add_(0, row, torch.ones_like(row, dtype=self.rows.dtype))
         some = slice(0, _MOST_AGAIN)
         values, (low, high) = actual[some].double(), ends[:, some].double()
@@ -348,12 +362,18 @@ def _look_again(
     few = len(row) <= _MOST_AGAIN
     ends = product.ends_at(row + part.start, column) if few else product.ends(part)[:, row, column]
     values = here[row, column]
-    both = torch.stack((ends.to(values.dtype), ends.float().to(values.dtype)))
-    low, high = both[:, 0].amin(dim=0), both[:, 1].amax(dim=0)
-    # what is not finite is judged apart (`non_finite.py`): two values that overflowed are equal, and prove nothing
-    wrong = ~((values >= low) & (values <= high)) & values.isfinite()
+    low, high = stored_ends(ends, values.dtype)
+    wrong = _is_outside(values, low, high)
     if bool(wrong.any()):
         found.add((row[wrong] + part.start, column[wrong]), values[wrong], torch.stack((low, high))[:, wrong])
+
+
+def _is_outside(values: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
+    """Return which values are not between their ends.
+
+    What is not finite is judged apart (`non_finite.py`): two values that overflowed are equal, and prove nothing.
+    """
+    return ~((values >= low) & (values <= high)) & values.isfinite()
 
 
 def blocks(rows: int, columns: int) -> Iterator[slice]:
@@ -382,7 +402,7 @@ class MergeWriter:
 
         Where no order can explain the tensor, the number of outside elements is that of some rows.
         """
-        best, rows = self._search(actual, of, is_twice=False)
+        best, rows = self._search(actual, of, is_twice=False, ranks_orders=True)
         if not best.outside or rows.is_whole or best.share > _GIVE_UP:
             return best
         estimate = rows.judge(best.order)
@@ -398,25 +418,34 @@ class MergeWriter:
         """
         if not of.scaling and not is_twice:
             return _is_cast(actual, of.base)
-        best, _ = self._search(actual, of, is_twice=is_twice)
+        best, _ = self._search(actual, of, is_twice=is_twice, ranks_orders=False)
         return not best.outside
 
-    def _search(self, actual: torch.Tensor, of: LowRankSum, *, is_twice: bool) -> tuple[OutsideElements, _Rows]:
+    def _search(
+        self, actual: torch.Tensor, of: LowRankSum, *, is_twice: bool, ranks_orders: bool
+    ) -> tuple[OutsideElements, _Rows]:
         """Return what the best order leaves outside, and the rows that orders were tried on last.
 
         An order is tried on a few rows, then on more, and one that explains these on all: an element that it leaves
         outside of any of them is enough to refuse it, and one that is beyond all orders to refuse all. Then the order
-        that was nearest to other tensors is as good as any.
+        that was nearest to other tensors is as good as any. With `ranks_orders` the best one is that which leaves the
+        fewest elements outside; otherwise one that explains all, or any.
         """
         tried = self._orders_to_try(actual, of, is_twice=is_twice)
         whole = replace(of, scaling=2 * of.scaling) if is_twice else of
         samples = _Rows.growing(actual, of)
         more = samples[-2] if len(samples) > 1 else samples[-1]
         best: OutsideElements | None = None
+        nearest = self._nearest.get(is_twice)
         for order in tried:
             is_new_tf32 = order.tf32 and order is not self._last.get(is_twice)
             if is_new_tf32 and best is not None and best.share < _least_in_tf32(actual, whole):
                 continue
+            if best is not None:
+                # where the nearest order is known, another one is of use only where it explains all
+                is_near = best.order is nearest and best.share <= _GIVE_UP
+                if (is_near or not ranks_orders) and samples[0].is_refused(order, best):
+                    continue
             for rows in samples:
                 found = rows.judge(order)
                 if found.outside:
@@ -429,10 +458,10 @@ class MergeWriter:
                 self._last[is_twice] = self._nearest[is_twice] = order
                 return found, samples[-1]
             if order is tried[0] and found.share > 0 and self._is_beyond_all(samples, is_twice=is_twice):
-                nearest = self._nearest.get(is_twice)
                 return self._outside(samples, nearest if nearest in tried else order), more
         assert best is not None
-        self._nearest[is_twice] = best.order
+        if ranks_orders:
+            self._nearest[is_twice] = best.order
         return best, more
 
     def _outside(self, samples: list[_Rows], order: Order) -> OutsideElements:
@@ -452,15 +481,13 @@ class MergeWriter:
         return beyond > _GIVE_UP or (beyond > 0 and is_twice in self._nearest)
 
     def _orders_to_try(self, actual: torch.Tensor, of: LowRankSum, *, is_twice: bool) -> list[Order]:
-        """Return the orders that a writer may have taken, the one that fitted last first."""
+        """Return the orders that a writer may have taken: the one that fitted last, the nearest one, all others."""
         tried = orders(actual.dtype, of.base.dtype, of.left.dtype)
         if is_twice:
             stored = dict.fromkeys((actual.dtype, of.base.dtype))
             tried = [replace(order, between=dtype) for order in tried for dtype in stored]
-        last = self._last.get(is_twice)
-        if last in tried:
-            tried = [last, *tried]
-        return list(dict.fromkeys(tried))
+        first = [self._last.get(is_twice), self._nearest.get(is_twice)]
+        return list(dict.fromkeys([*(order for order in first if order in tried), *tried]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -486,6 +513,15 @@ class _Rows:
                 samples.append(cls(actual[rows].contiguous(), of.part(rows), step))
         return [*samples, cls(actual, of, 1)]
 
+    def is_refused(self, order: Order, by: OutsideElements) -> bool:
+        """Return whether an order leaves some element outside, of those that another one left outside in these rows."""
+        if len(by.rows) != len(self.actual):
+            return False  # these were found in more rows
+        row, column = (torch.cat(indices)[:_TELLING] for indices in zip(*by.places, strict=True))
+        values = self.actual[row, column]
+        ends = _Product(self.of_rows, order).ends_at(row, column)
+        return bool(_is_outside(values, *stored_ends(ends, values.dtype)).any())
+
     def judge(self, order: Order) -> OutsideElements:
         """Return the elements of these rows that an order does not explain, by the rows of the tensor."""
         found = judge(self.actual, self.of_rows, order, patient=not self.is_whole)
@@ -503,6 +539,17 @@ def _is_cast(actual: torch.Tensor, base: torch.Tensor) -> bool:
 
 def rows_of_base(actual: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
     """Return which rows of a matrix are the base's, cast to its dtype by way of a half type or not: `(rows,)` bool."""
+    few = slice(None, None, max(1, actual.shape[1] // _FEW_COLUMNS))
+    candidates = _rows_of_base(actual[:, few], base[:, few])
+    rows = candidates.nonzero().reshape(-1)
+    if len(rows) * _GATHERED > len(actual):
+        return _rows_of_base(actual, base)
+    # the other rows are refused by a few of their columns, and need not be read
+    candidates[rows] = _rows_of_base(actual[rows], base[rows])
+    return candidates
+
+
+def _rows_of_base(actual: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
     equal = _equal_rows(actual, base.to(actual.dtype))
     for half in HALF_TYPES:
         if half not in (actual.dtype, base.dtype) and not bool(equal.all()):

@@ -103,11 +103,14 @@ class MergeQuestion:
         return self.target.shape[0] == 1 and min(self.target.shape[1:]) > 1
 
     def transposed(self) -> MergeQuestion:
-        """Return the same question about the transposed tensors, whose rows are the columns of these."""
+        """Return the same question about the transposed tensors, whose rows are the columns of these.
+
+        They are views: copying whole tensors takes longer than most of what is asked of them.
+        """
         left, right = (factor.transpose(1, 2).contiguous() for factor in (self.target.right, self.target.left))
         return MergeQuestion(
-            actual=self.actual.transpose(1, 2).contiguous(),
-            base=self.base.transpose(1, 2).contiguous(),
+            actual=self.actual.transpose(1, 2),
+            base=self.base.transpose(1, 2),
             target=replace(self.target, left=left, right=right, flat=()),
             writer=self.writer,
             heads=self.heads,

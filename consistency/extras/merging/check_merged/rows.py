@@ -47,7 +47,7 @@ def by_rows(question: MergeQuestion) -> dict[MergeCause, str]:
     if not len(changed):
         return {}
     whole = LowRankSum(base, target.left[0], target.right[0], target.scaling)
-    if len(changed) < count and question.writer.explains(actual[changed], whole.part(changed)):
+    if len(changed) < count and question.writer.explains(actual[changed].contiguous(), whole.part(changed)):
         states = _without_lost(question, whole, states)
         if not bool((states == _BASE_ALONE).any()):
             return {}
@@ -55,8 +55,8 @@ def by_rows(question: MergeQuestion) -> dict[MergeCause, str]:
     origins = _origins(question, changed)
     if origins is None or torch.equal(origins, changed):
         return {}
-    moved = replace(whole, base=base[changed], left=whole.left[origins])
-    if not question.writer.explains(actual[changed], moved):
+    moved = replace(whole, base=base[changed].contiguous(), left=whole.left[origins])
+    if not question.writer.explains(actual[changed].contiguous(), moved):
         return {}
     states[changed] = torch.where(origins == changed, _RIGHT, origins)
     runs = _runs(states)
@@ -72,7 +72,7 @@ def _without_lost(question: MergeQuestion, whole: LowRankSum, states: torch.Tens
         return states
     part = whole.part(alone)
     order = question.writer.recent(question.actual[0], part)
-    is_right = judge(question.actual[0][alone], part, order, patient=True).rows == 0
+    is_right = judge(question.actual[0][alone].contiguous(), part, order, patient=True).rows == 0
     states[alone[is_right]] = _RIGHT
     return states
 

@@ -70,6 +70,9 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
         default="",
         help="the engine that wrote the texts: they are judged by its own arithmetic (docs/engines/arithmetic.md)",
     )
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE", help="write a page: the verdicts, the histogram of differences, each text"
+    )
     add_quiet_option(parser)
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
 
@@ -124,7 +127,8 @@ def _check_text(parsed: argparse.Namespace) -> int:
     options = {option.name: getattr(parsed, option.name, None) for option in OPTIONS}
     case = prepare_case(gather_options(None, options, Edge.COMMAND_LINE))
     # torch, which no wrong option should wait for
-    from consistency.extras.serving.check_text.judge_texts import TextOptions, check_text
+    from consistency.extras.serving.check_text.judge_texts import check_text
+    from consistency.extras.serving.check_text.options import TextOptions
     from consistency.extras.serving.check_text.texts import read_texts
 
     texts = read_texts(parsed.texts)
@@ -136,6 +140,12 @@ def _check_text(parsed: argparse.Namespace) -> int:
     processed = None if parsed.logprobs is None else parsed.logprobs == "processed"
     how = TextOptions(sampling=sampling, processed=processed, kv_dtype=parsed.kv_dtype, engine=parsed.engine)
     report = check_text(case, texts, options=how, step=step)
+    if parsed.html is not None:
+        from consistency.capture.whole_file import write_whole
+        from consistency.extras.serving.check_text.page import report_as_html
+
+        page = report_as_html(report, name=case.name, source=str(parsed.texts))
+        write_whole(parsed.html, [page.encode()])
     if parsed.json:
         print_json(report.to_builtins())
     else:

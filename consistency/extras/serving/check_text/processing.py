@@ -192,6 +192,10 @@ class Logits:
         return Logits(own=self.own[places], without_ends=self.without_ends[places])
 
 
+def _log(probability: float) -> float:
+    return math.log(probability) if probability > 0 else -math.inf
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranking:
     """The tokens of the vocabulary, most likely first, at each place of a text.
@@ -261,6 +265,24 @@ class Ranking:
             most = most.minimum((distances + 2 * slack[:, None] >= least).sum(-1))
         return fewest.clamp(1, size), most.clamp(1, size)
 
+    def _exact_counts_left(self, sampling: Sampling) -> torch.Tensor:
+        """Return how many tokens a sampler leaves at each place, if nothing is rounded: `(tokens,)`.
+
+        Sums and scores are sorted, so that borders are searched for: hundreds of samplers are tried on a text.
+        """
+        size = self.scores.shape[1]
+        counts = torch.full((len(self.scores),), size)
+        if sampling.top_k:
+            counts = counts.clamp_max(sampling.top_k)
+        if sampling.top_p < 1:
+            whole = self.sums[:, sampling.top_k - 1 : sampling.top_k] if sampling.top_k else self.sums[:, -1:]
+            # of the tokens whose mass is below top-p, and one more
+            counts = counts.minimum(torch.searchsorted(self.sums, whole + _log(sampling.top_p))[:, 0] + 1)
+        if sampling.min_p > 0:
+            least = self.scores[:, :1] + math.log(sampling.min_p)
+            counts = counts.minimum(torch.searchsorted(-self.scores, -least, right=True)[:, 0])
+        return counts.clamp(1, size)
+
     def masses(self, left: int = 0) -> torch.Tensor:
         """Return the probability of each token and all before it together, `(tokens, vocabulary)`.
 
@@ -274,7 +296,7 @@ class Ranking:
 
     def logprobs(self, sampling: Sampling) -> torch.Tensor:
         """Return the log probability of each token that was chosen, of what a sampler leaves, `(tokens,)`."""
-        counts = self.counts_left(sampling, torch.zeros_like(self.chosen_scores))[0].maximum(self.places + 1)
+        counts = self._exact_counts_left(sampling).maximum(self.places + 1)
         return self.chosen_scores - self.sums.gather(1, counts[:, None] - 1)[:, 0]
 
     def nearest_counts(self, wanted: torch.Tensor, fewest: torch.Tensor, most: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,8 @@ from tokenizers.processors import TemplateProcessing
 from consistency.case.builtin import builtin_folder
 from consistency.case.case import Case
 from consistency.case.named_adapters import NamedAdapter
-from consistency.extras.serving.check_text.judge_texts import TextOptions, check_text
+from consistency.extras.serving.check_text.judge_texts import check_text
+from consistency.extras.serving.check_text.options import TextOptions
 from consistency.extras.serving.check_text.text_causes import TextCause
 from consistency.extras.serving.check_text.texts import Text
 from tests.extras.serving.check_text.made_texts import LORA, PROMPTS, loaded, texts_of

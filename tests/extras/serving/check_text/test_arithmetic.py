@@ -22,7 +22,8 @@ from consistency.extras.serving.check_text.arithmetic import (
     of_engine,
     others_than,
 )
-from consistency.extras.serving.check_text.judge_texts import TextOptions, check_text
+from consistency.extras.serving.check_text.judge_texts import check_text
+from consistency.extras.serving.check_text.options import TextOptions
 from consistency.extras.serving.check_text.sampling import KV_DTYPES, Sampling
 from consistency.extras.serving.check_text.text_causes import TextCause
 from consistency.extras.serving.check_text.texts import Text

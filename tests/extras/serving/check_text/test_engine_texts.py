@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from consistency.case.case import Case
-from consistency.extras.serving.check_text.judge_texts import TextOptions, check_text
+from consistency.extras.serving.check_text.judge_texts import check_text
+from consistency.extras.serving.check_text.options import TextOptions
 from consistency.extras.serving.check_text.text_causes import TextCause
 from consistency.extras.serving.check_text.texts import Text
 

@@ -17,9 +17,10 @@ from consistency.case.builtin import builtin_folder
 from consistency.case.case import Case
 from consistency.errors import InputError
 from consistency.extras.serving.causes import Cause
-from consistency.extras.serving.check_text import judge_texts
+from consistency.extras.serving.check_text import explaining, judge_texts
 from consistency.extras.serving.check_text.alternatives import Causes, Extent
-from consistency.extras.serving.check_text.judge_texts import TextOptions, check_text
+from consistency.extras.serving.check_text.judge_texts import check_text
+from consistency.extras.serving.check_text.options import TextOptions
 from consistency.extras.serving.check_text.report import TextReport
 from consistency.extras.serving.check_text.sampling import Sampling
 from consistency.extras.serving.check_text.texts import Text, Tokens, read_texts
@@ -284,13 +285,13 @@ def test_what_a_mistake_writes_greedily_was_not_sampled(llama: Path, monkeypatch
     """In a half type log probabilities may be within tolerance where a token is not."""
     case = case_of(llama, on_llama(llama, LORA))
     texts = rollout(loaded(case), drawn_by=lambda logits: logits)
-    monkeypatch.setattr(judge_texts, "_MOST_UNLIKELY", 1.0)
+    monkeypatch.setattr(explaining, "_MOST_UNLIKELY", 1.0)
 
     def by_base(asked: object, *, greedily: bool = False) -> Causes:
         assert greedily
         return Causes(about={Cause.IGNORED: ""}, extent=Extent.TOKENS)
 
-    monkeypatch.setattr(judge_texts, "causes_of", by_base)
+    monkeypatch.setattr(explaining, "causes_of", by_base)
     report = check_text(case, texts)
     assert (set(verdicts(report)), report.causes) == ({"impossible"}, ("adapter-ignored",))
     assert "the model could not have written 3 of 3 texts" in "\n".join(report.lines())

@@ -7,7 +7,7 @@ import torch
 
 from consistency.errors import UsageError
 from consistency.extras.serving.check_text.command import sampling_of
-from consistency.extras.serving.check_text.processing import Logits, Processing, Ranking, processings_of
+from consistency.extras.serving.check_text.processing import USUAL_SAMPLERS, Logits, Processing, Ranking, processings_of
 from consistency.extras.serving.check_text.sampling import Sampling
 
 
@@ -99,3 +99,16 @@ def test_the_mass_that_is_left_by_top_p() -> None:
     for top_p, count in ((0.4, 1), (0.5, 1), (0.6, 2), (0.8, 2), (0.81, 3), (0.99, 4)):
         fewest, most = ranking.counts_left(Sampling(top_p=top_p), torch.zeros(1, dtype=torch.float64))
         assert fewest.tolist() == most.tolist() == [count], top_p
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0])
+def test_borders_are_found_by_search_as_by_counting(temperature: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(40, 500, dtype=torch.float64, generator=generator) * 3
+    chosen = torch.randint(0, 500, (40,), generator=generator)
+    ranking = Ranking.of(logits, chosen, temperature)
+    extremes = (Sampling(top_k=7, top_p=0.6), Sampling(top_p=0.0), Sampling(min_p=1.0), Sampling(top_k=10**6))
+    for sampling in (*USUAL_SAMPLERS, *extremes):
+        counted = ranking.counts_left(sampling, torch.zeros(40, dtype=torch.float64))[0].maximum(ranking.places + 1)
+        expected = ranking.chosen_scores - ranking.sums.gather(1, counted[:, None] - 1)[:, 0]
+        assert torch.equal(ranking.logprobs(sampling), expected), sampling

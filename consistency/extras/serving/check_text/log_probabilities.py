@@ -1,0 +1,186 @@
+"""Name how log probabilities were taken, of single texts and of all, and say how they are as a whole."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator, Sequence
+
+import msgspec
+import torch
+
+from consistency.extras.serving.check_text.alternatives import active
+from consistency.extras.serving.check_text.arithmetic import log_softmax_error
+from consistency.extras.serving.check_text.differences import summarize
+from consistency.extras.serving.check_text.explaining import MOST_EXPLAINED
+from consistency.extras.serving.check_text.judged_text import chosen_ids
+from consistency.extras.serving.check_text.judging import FAR_OUTSIDE, Judging
+from consistency.extras.serving.check_text.options import sampling_of_logprobs
+from consistency.extras.serving.check_text.processing import (
+    USUAL_SAMPLERS,
+    Logits,
+    Processing,
+    Ranking,
+    processings_of,
+    score_of,
+    surprise_of,
+)
+from consistency.extras.serving.check_text.report import TextReport, Verdict
+from consistency.extras.serving.check_text.sampling import Sampling
+from consistency.extras.serving.check_text.screening import plain_logits, plain_text
+from consistency.extras.serving.check_text.summary import LogprobSummary
+
+_MOST_FITTED_TEXTS = 4
+"""Wrong texts that a sampler's parameters are fitted to together."""
+
+_LEAST_DRAWS = 100
+"""Tokens from which on the mean of their likelihood is nearly that of a normal distribution."""
+
+
+def with_processing(judging: Judging, report: TextReport) -> TextReport:
+    """Name how log probabilities were taken that are not the model's, where one way explains all of them."""
+    numbers = [number for number, result in enumerate(report.texts) if result.has_other_logprobs]
+    exact = [number for number in numbers if number in judging.exact and not judging.exact[number].decides]
+    if not exact:
+        return report
+    for processing in _processings(judging, exact):
+        ratios = _ratios_of_processing(judging, processing, exact[:MOST_EXPLAINED])
+        if ratios is not None:
+            return _as_processed(judging, report, processing, numbers, ratios)
+    return report
+
+
+def _processings(judging: Judging, numbers: Sequence[int]) -> Iterator[Processing]:
+    """Yield ways in which log probabilities of wrong texts may have been taken, the one that is stated first."""
+    options = judging.run.options
+    stated = {judging.sampling(number) for number in numbers}
+    sampling = stated.pop() if len(stated) == 1 else None
+    for after in dict.fromkeys([sampling_of_logprobs(options, sampling), sampling]):
+        if after is not None and str(after):
+            yield Processing(sampling=after)
+            yield Processing(sampling=after, is_end_masked=True)
+    yield from _fitted_processings(judging, numbers[:_MOST_FITTED_TEXTS])
+
+
+def _fitted_processings(judging: Judging, numbers: Sequence[int]) -> list[Processing]:
+    """Return ways whose parameters are fitted to the tokens of some texts together."""
+    rows: list[tuple[torch.Tensor, ...]] = []
+    for number in numbers:
+        text = judging.exact[number]
+        logprobs, logits = text.tokens.judged_logprobs, text.logits()
+        assert logprobs is not None
+        is_given = logprobs.isfinite()
+        values = (logits.own, logits.without_ends, text.chosen, logprobs, text.allowed_logprobs)
+        rows.append(tuple(value[is_given] for value in values))
+    own, without_ends, chosen, wanted, allowed = (torch.cat(values) for values in zip(*rows, strict=True))
+    return processings_of(wanted, Logits(own=own, without_ends=without_ends), chosen, allowed)
+
+
+def _ratios_of_processing(judging: Judging, processing: Processing, numbers: Sequence[int]) -> dict[int, float] | None:
+    """Return the largest ratio of each text where a way explains all of them, else None."""
+    ratios = {}
+    for number in numbers:
+        step = functools.partial(judging.step, number)
+        ratios[number] = judging.exact[number].ratio_of_processing(processing, step)
+        if not ratios[number] <= 1:
+            return None
+    return ratios
+
+
+def _as_processed(
+    judging: Judging, report: TextReport, processing: Processing, numbers: Sequence[int], ratios: dict[int, float]
+) -> TextReport:
+    """Return the report with the way in which log probabilities were taken, of each text that it explains."""
+    results = list(report.texts)
+    for number in numbers:
+        result = results[number]
+        if number not in ratios:
+            plain = plain_text(judging.run.model, judging.tokens[number], processing=processing)
+            ratios[number] = judging.screen.ratio(plain) / FAR_OUTSIDE
+        if not ratios[number] <= 1:
+            continue
+        verdict: Verdict = "sampled" if result.verdict == "undecided" else result.verdict
+        result = msgspec.structs.replace(result, logprobs_of=processing.name, verdict=verdict, reason="")
+        is_stated = sampling_of_logprobs(judging.run.options, judging.sampling(number)) == processing.sampling
+        if is_stated and not processing.is_end_masked:
+            result = msgspec.structs.replace(result, logprobs=ratios[number], worst_logprob=None)
+            judging.plain.pop(number, None)  # its differences from the model's own are none of rounding
+        results[number] = result
+    return msgspec.structs.replace(report, texts=tuple(results))
+
+
+def with_summary(judging: Judging, report: TextReport) -> TextReport:
+    """Add the figures of all log probabilities, where some came with the texts."""
+    distinct = judging.distinct(sorted(judging.plain))
+    differences = [judging.plain[number].differences for number in distinct]
+    with_logprobs = [of_text for of_text in differences if of_text is not None]
+    sample = [judging.exact[number] for number in judging.sample]
+    digits = max(tokens.logprob_rounding for tokens in judging.tokens)
+    rounding = digits + log_softmax_error(sample[0].exact.vocabulary)
+    of_trainer = [judging.plain[number].trainer_differences for number in distinct]
+    report = msgspec.structs.replace(
+        report,
+        summary=summarize(with_logprobs, sample, rounding),
+        trainer=summarize([of_text for of_text in of_trainer if of_text is not None], sample, rounding),
+    )
+    if report.summary is None or not report.summary.is_beyond:
+        return report
+    if any(result.has_other_logprobs for result in report.texts):
+        return report
+    summary = msgspec.structs.replace(report.summary, way=_way_of_all(judging, report.summary))
+    return msgspec.structs.replace(report, summary=summary)
+
+
+def _way_of_all(judging: Judging, summary: LogprobSummary) -> str:
+    """Return how log probabilities were taken that are off as a whole, and by no token alone; empty for no way.
+
+    The way is the one that leaves the smallest errors, and has to leave no more than healthy passes have.
+    """
+    numbers = [number for number in judging.sample if judging.exact[number].tokens.judged_logprobs is not None]
+    if not numbers or any(judging.exact[number].decides for number in numbers):
+        return ""
+    residuals: dict[Processing, list[torch.Tensor]] = {}
+    for number in numbers:
+        for processing, of_text in _residuals(judging, number).items():
+            residuals.setdefault(processing, []).append(of_text)
+    scores = {processing: score_of(processing, torch.cat(of_way)) for processing, of_way in residuals.items()}
+    nearest = min(scores, key=lambda processing: scores[processing])
+    of_way = summarize(residuals[nearest], [judging.exact[number] for number in numbers])
+    if of_way is None or of_way.is_beyond:
+        return ""
+    # so much nearer than the model's own that chance is no reason
+    return nearest.name if abs(of_way.found.mean) < abs(summary.found.mean) / 3 else ""
+
+
+def _residuals(judging: Judging, number: int) -> dict[Processing, torch.Tensor]:
+    """Return the differences of a text's log probabilities from those of each usual sampler."""
+    text = judging.exact[number]
+    wanted, logits = text.tokens.judged_logprobs, text.logits()
+    assert wanted is not None
+    residuals = {}
+    for is_end_masked in (False, True) if logits.masks_end else (False,):
+        ranking = Ranking.of(logits.of(is_end_masked=is_end_masked), text.chosen, 1.0)
+        for sampling in (*USUAL_SAMPLERS, *((Sampling(),) if is_end_masked else ())):
+            processing = Processing(sampling=sampling, is_end_masked=is_end_masked)
+            residuals[processing] = wanted - ranking.logprobs(sampling)
+    return residuals
+
+
+def with_surprise(judging: Judging, report: TextReport) -> TextReport:
+    """Add by how much the tokens of texts that came as sampled are less likely than draws are."""
+    excess = variance = 0.0
+    tokens = 0
+    for number, tokens_of_text in enumerate(judging.tokens):
+        sampling = judging.sampling(number)
+        if sampling is None or report.texts[number].verdict == "undecided":
+            continue
+        change = active(judging.run.model, judging.writers[number]) if judging.is_of_another(number) else None
+        judging.step(number, "as draws")
+        logits = plain_logits(judging.run.model, tokens_of_text, change)
+        surprises, variances = surprise_of(Processing(sampling=sampling), logits, chosen_ids(tokens_of_text))
+        excess += float(surprises.sum())
+        variance += float(variances.sum())
+        tokens += len(surprises)
+    if tokens < _LEAST_DRAWS or variance <= 0:
+        return report
+    return msgspec.structs.replace(report, surprise=excess / math.sqrt(variance))
