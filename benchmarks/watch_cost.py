@@ -1,6 +1,6 @@
 """Measure what a watch costs a training: seconds of a check, over the steps between two checks.
 
-Two ranks train an adapter by DistributedDataParallel and gloo, each on one core. A check is the last step with the watch
+Two ranks train an adapter by DistributedDataParallel and gloo, each on one core. A check is the last watched step
 less a usual one; the ratio is that of an interval of `--every` steps, which would take hours here.
 
     python -m benchmarks.watch_cost BASE ADAPTER [--every 200] [--steps 6]
