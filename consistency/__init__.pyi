@@ -16,6 +16,7 @@ from consistency.extras.serving.check_text.options import TextOptions as TextOpt
 from consistency.extras.serving.check_text.report import TextReport as TextReport
 from consistency.extras.serving.check_text.sampling import Sampling as Sampling
 from consistency.extras.serving.check_text.texts import Text as Text
+from consistency.extras.watching.api import watch as watch
 from consistency.workflows.api import Comparison as Comparison
 from consistency.workflows.api import Report as Report
 from consistency.workflows.api import SuiteResult as SuiteResult
@@ -50,4 +51,5 @@ __all__: list[str] = [
     "load_report",
     "run",
     "run_suite",
+    "watch",
 ]

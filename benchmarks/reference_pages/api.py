@@ -50,6 +50,9 @@ def page() -> str:
     lines = [_HEAD, *table(("name", "kind", "purpose"), map(_row, consistency.__all__)), ""]
     for name in names:
         lines += [f"## {name}", "", *_described(name, getattr(consistency, name))]
+        if inspect.ismodule(module := getattr(consistency, name)):
+            for member in module.__all__:
+                lines += [f"### {name}.{member}", "", *_described(member, getattr(module, member))]
     lines += [_TESTING]
     for name in consistency.testing.__all__:
         lines += [f"### {name}", "", *_described(name, getattr(consistency.testing, name))]
@@ -64,6 +67,8 @@ def _row(name: str) -> list[str]:
         return [code(name), "str", "The version of this package"]
     found = getattr(consistency, name)
     kind = "class" if inspect.isclass(found) else "function"
+    if inspect.ismodule(found):
+        kind = "module"
     if kind == "class" and issubclass(found, Exception):
         kind = "error"
     first = (inspect.getdoc(found) or "").partition("\n\n")[0]
@@ -75,6 +80,9 @@ def _described(name: str, found: Any) -> Iterator[str]:
     if isinstance(found, NewType):
         yield from fence(f'{name} = NewType("{name}", {found.__supertype__.__name__})', "python")
         yield from ("", _NAMES[name], "")
+        return
+    if inspect.ismodule(found):
+        yield from _docstring(inspect.getdoc(found) or "")
         return
     if isinstance(found, enum.EnumType):
         values = {member: one.value for member, one in inspect.getmembers(found) if member.isupper()}

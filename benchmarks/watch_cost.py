@@ -1,0 +1,84 @@
+"""Measure what a watch costs a training: seconds of a check, over the steps between two checks.
+
+Two ranks train an adapter by DistributedDataParallel and gloo, each on one core. A check is the last watched step
+less a usual one; the ratio is that of an interval of `--every` steps, which would take hours here.
+
+    python -m benchmarks.watch_cost BASE ADAPTER [--every 200] [--steps 6]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.nn.parallel import DistributedDataParallel
+
+_WORLD = 2
+
+
+def train(rank: int, folder: str, base: str, adapter: str, steps: int, tokens: int) -> None:
+    """Train without the watch and with it, and write the seconds of each step."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    import consistency
+
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=_WORLD)
+    plain_model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    model = DistributedDataParallel(PeftModel.from_pretrained(plain_model, adapter, is_trainable=True))
+    optimizer = torch.optim.AdamW([tensor for tensor in model.parameters() if tensor.requires_grad], lr=1e-4)
+    torch.manual_seed(rank)
+
+    def step() -> float:
+        ids = torch.randint(0, 1000, (2, tokens))
+        began_s = time.monotonic()
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return time.monotonic() - began_s
+
+    step()
+    plain = [step() for _ in range(steps)]
+    watch = consistency.watch.Watch(model, optimizer, every=steps, output=folder)
+    watched = [step() for _ in range(steps)]
+    if rank == 0:
+        (Path(folder) / "seconds.json").write_text(json.dumps({"plain": plain, "watched": watched}))
+    watch.close()
+    dist.destroy_process_group()
+
+
+def main() -> int:
+    """Print the ratio of a training with the watch to one without it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("base")
+    parser.add_argument("adapter")
+    parser.add_argument("--every", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--tokens", type=int, default=128)
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = (folder, given.base, given.adapter, given.steps, given.tokens)
+        mp.spawn(train, arguments, nprocs=_WORLD)  # type: ignore[attr-defined,no-untyped-call]
+        seconds: dict[str, Any] = json.loads((Path(folder) / "seconds.json").read_text())
+    plain = statistics.median(seconds["plain"])
+    unchecked = statistics.median(seconds["watched"][3:-1])
+    check = seconds["watched"][-1] - unchecked
+    print(f"a step: {plain:.3f} s; with the watch, unchecked: {unchecked:.3f} s; a check: {check:.3f} s")
+    print(f"ratio at every={given.every}: {(unchecked * given.every + check) / (plain * given.every):.4f}")
+    print(f"of that, the check alone: {check / (plain * given.every):.4f}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

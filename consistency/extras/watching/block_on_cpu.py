@@ -1,0 +1,209 @@
+"""Check 4: one block in turn, with the inputs and the arriving gradient that it really had, against the CPU.
+
+The block computes once more on its device, forward and backward, and on the CPU in float64 and with noise. What it is
+off by is judged by the rule `block`. Dropout is switched off, since a card draws other numbers than the CPU, and one
+sequence of the batch is taken: so the CPU's part takes about as long as a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree
+
+from consistency.errors import first_line
+from consistency.extras.watching.kinds import WRONG_BLOCK
+from consistency.extras.watching.micro_batch import MicroBatch, WatchedModel, buffers_kept, first_tensor
+from consistency.extras.watching.outcome import CheckOutcome, Discovery
+from consistency.extras.watching.rank_talk import RankTalk, rank_names
+from consistency.testing.within import within_rounding
+
+PASSES = 4
+"""Passes with noise: a block's results have many rows, and the check must not take long."""
+
+_CACHES = ("past_key_values", "past_key_value", "cache_position", "layer_past")
+"""Arguments that hold what earlier tokens left: there are none in a training, and a block would add to them."""
+
+
+@dataclass(slots=True, kw_only=True)
+class BlockInputs:
+    """What entered a block in a pass, and the gradient that arrived at its output."""
+
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] | None = None
+    incoming: torch.Tensor | None = None
+
+
+def check_block(
+    watched: WatchedModel, batch: MicroBatch | None, name: str, talk: RankTalk, between: str
+) -> CheckOutcome:
+    """Judge one block of the model by the CPU."""
+    outcome = CheckOutcome(check="the CPU says the same", figures={"block": name})
+    if watched.is_split or batch is None or batch.marks is None or not batch.marks.incoming:
+        outcome.not_checked = "no pass of the whole model was seen in this step"
+    elif not name:
+        outcome.not_checked = "the model is compiled, or has no list of blocks"
+    if outcome.not_checked or batch is None or batch.marks is None:
+        return outcome
+    try:
+        inputs = inputs_of_block(watched, batch, name, batch.marks.incoming)
+        if inputs.kwargs is None or inputs.incoming is None:
+            outcome.not_checked = "no gradient arrived at the block"
+            return outcome
+        with batch.conditions(watched.device), buffers_kept(watched.blocks[name]):
+            results = judge_block(watched.blocks[name], inputs)
+    except Exception as error:  # model code may raise anything, and the training is to go on
+        outcome.not_checked = f"the block cannot be computed by itself: {first_line(error)}"
+        return outcome
+    outcome.figures["ratio"] = max((result.ratio for result in results), default=0.0)
+    wrong = [result for result in results if result.status == "outside"]
+    if wrong:
+        worst = max(wrong, key=lambda result: result.ratio)
+        tensors = tuple((name, _title(result.name)) for result in (worst, *wrong))
+        outcome.discoveries.append(
+            Discovery(
+                kind=WRONG_BLOCK,
+                message=f"{rank_names([talk.rank])} computes {name} wrong: its {_title(worst.name)} is off by "
+                f"{worst.ratio:.3g} times what rounding may do, against float64 on the CPU: {between}",
+                ranks=(talk.rank,),
+                tensors=tuple(dict.fromkeys(tensors)),
+                ratio=worst.ratio,
+                detail=tuple(str(worst).splitlines()),
+                next="test that card (consistency run --devices cpu,cuda --stages forward,gradient with this base and "
+                "adapter); take it out if it says the same",
+            )
+        )
+    return outcome
+
+
+def _title(name: str) -> str:
+    return name.removeprefix("result['").removesuffix("']")
+
+
+def inputs_of_block(
+    watched: WatchedModel, batch: MicroBatch, name: str, arriving: Mapping[int, torch.Tensor]
+) -> BlockInputs:
+    """Compute a micro-batch once more, and return what enters one block and arrives at it."""
+    inputs = BlockInputs()
+
+    def keep_inputs(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if inputs.kwargs is None:  # a checkpointed block computes twice
+            inputs.args, inputs.kwargs = (
+                _plain(args),
+                {key: _plain(kwargs[key]) for key in kwargs if key not in _CACHES},
+            )
+
+    def keep_incoming(_module: torch.nn.Module, _args: Any, output: Any) -> None:
+        tensor = first_tensor(output)
+        if tensor is not None and tensor.requires_grad:
+            tensor.register_hook(lambda gradient: setattr(inputs, "incoming", gradient.detach()))
+
+    block = watched.blocks[name]
+    handles = [
+        block.register_forward_pre_hook(keep_inputs, with_kwargs=True),
+        block.register_forward_hook(keep_incoming),
+    ]
+    try:
+        watched.repeat(batch, arriving)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return inputs
+
+
+def _plain(value: Any) -> Any:
+    return _pytree.tree_map(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, value)
+
+
+def judge_block(block: torch.nn.Module, inputs: BlockInputs) -> Any:
+    """Return the errors of a block's output, and of the gradients of its input and its trainable parameters."""
+    assert inputs.kwargs is not None
+    assert inputs.incoming is not None
+    rows = inputs.incoming.shape[0]
+    args = _first_row(inputs.args, rows)
+    kwargs = _first_row(inputs.kwargs, rows)
+    incoming = inputs.incoming[:1]
+    trained = {name for name, parameter in block.named_parameters() if parameter.requires_grad}
+    state = {**dict(block.named_parameters()), **dict(block.named_buffers())}
+    state = {name: tensor.detach() for name, tensor in state.items()}
+    with without_dropout(block):
+        return within_rounding(
+            _function_of(block, trained), state, args, kwargs, incoming, gradients=False, passes=PASSES, calls=1
+        ).results
+
+
+def _first_row(value: Any, rows: int) -> Any:
+    """Return the part of a block's inputs that is of the first sequence."""
+
+    def cut(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor) and leaf.dim() > 1 and leaf.shape[0] == rows:
+            return leaf[:1]
+        return leaf
+
+    return _pytree.tree_map(cut, value)
+
+
+def _function_of(block: torch.nn.Module, trained: set[str]) -> Callable[..., dict[str, torch.Tensor]]:
+    """Return a block as a function of its parameters, its inputs and the gradient that arrives at its output."""
+
+    def forward_and_backward(
+        state: dict[str, torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any], incoming: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        with torch.enable_grad():
+            state = {
+                name: tensor.detach().requires_grad_(name in trained) if tensor.is_floating_point() else tensor
+                for name, tensor in state.items()
+            }
+            first = _first_floating(args, kwargs).detach().requires_grad_()
+            args, kwargs = _with_first(args, kwargs, first)
+            output = first_tensor(torch.func.functional_call(block, state, args, kwargs))
+            assert output is not None
+            wanted = {"input": first, **{name: state[name] for name in sorted(trained)}}
+            gradients = torch.autograd.grad(output, list(wanted.values()), incoming, allow_unused=True)
+        results = {"output": output}
+        for name, gradient in zip(wanted, gradients, strict=True):
+            if gradient is not None:
+                results[f"gradient of {name}"] = gradient
+        return results
+
+    forward_and_backward.__name__ = type(block).__name__
+    return forward_and_backward
+
+
+def _first_floating(args: Any, kwargs: Any) -> torch.Tensor:
+    tensor = first_tensor((args, kwargs))
+    if tensor is None:
+        raise TypeError("no floating-point tensor enters the block")
+    return tensor
+
+
+def _with_first(args: Any, kwargs: Any, replacement: torch.Tensor) -> tuple[Any, Any]:
+    """Return a block's inputs with another tensor in the place of the first floating-point one."""
+    first = first_tensor((args, kwargs))
+    result: tuple[Any, Any] = _pytree.tree_map(lambda leaf: replacement if leaf is first else leaf, (args, kwargs))
+    return result
+
+
+@contextmanager
+def without_dropout(module: torch.nn.Module) -> Iterator[None]:
+    """Switch dropout off, and checkpointing, which a gradient by itself has no use for."""
+    switched: list[tuple[torch.nn.Module, str, Any]] = []
+    for part in module.modules():
+        if getattr(part, "gradient_checkpointing", False) is True:
+            switched.append((part, "gradient_checkpointing", True))
+            part.gradient_checkpointing = False  # type: ignore[assignment]
+        if isinstance(part, torch.nn.modules.dropout._DropoutNd):
+            switched.append((part, "p", part.p))
+            part.p = 0.0
+        elif isinstance(getattr(part, "attention_dropout", None), float):  # attention reads it in training mode
+            switched.append((part, "attention_dropout", part.attention_dropout))
+            part.attention_dropout = 0.0  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for part, name, value in switched:
+            setattr(part, name, value)

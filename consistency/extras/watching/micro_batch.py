@@ -1,0 +1,278 @@
+"""The micro-batches of a step as the model got them, and a pass of one once more that leaves no trace.
+
+A hook before the model's forward pass notes arguments, the state of every generator and the autocast that is on. A pass
+once more has all of these. It takes gradients by `torch.autograd.grad`, so no `.grad` changes and no collective of
+DistributedDataParallel begins; buffers that it writes to are put back, and so are the generators.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils import _pytree
+
+from consistency.numerics.digest import digest
+from consistency.worker import determinism
+from consistency.worker.model.structure import blocks_of
+
+LOSS = "loss"
+OUTPUT = "output"
+INCOMING = "gradient of the output"
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratorStates:
+    """The states of the generators that a forward pass may draw from."""
+
+    python: Any
+    numpy: Any
+    cpu: torch.Tensor
+    card: torch.Tensor | None
+
+    @classmethod
+    def now(cls, device: torch.device) -> GeneratorStates:
+        """Return the states as they are."""
+        card = None
+        if device.type not in ("cpu", "meta"):
+            card = torch.get_device_module(device).get_rng_state(device)
+        numpy_state = np.random.get_state()  # noqa: NPY002 - models draw from the global generator
+        return cls(random.getstate(), numpy_state, torch.get_rng_state(), card)
+
+    def restore(self, device: torch.device) -> None:
+        """Set the generators to these states."""
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)  # noqa: NPY002
+        torch.set_rng_state(self.cpu)
+        if self.card is not None:
+            torch.get_device_module(device).set_rng_state(self.card, device)
+
+
+@dataclass(slots=True, kw_only=True)
+class PassMarks:
+    """What a pass left: digests of results and gradients in the order in which they were computed."""
+
+    digests: dict[tuple[str, str], str] = field(default_factory=dict)
+    """Digest by layer and tensor."""
+    incoming: dict[int, torch.Tensor] = field(default_factory=dict)
+    """Gradient that arrived at each output of the model, by its number among the outputs."""
+
+    def note(self, layer: str, name: str, tensor: torch.Tensor) -> None:
+        """Note the digest of a tensor, unless there is one: a checkpointed block computes twice."""
+        self.digests.setdefault((layer, name), digest(tensor.detach()).value)
+
+    def first_difference(self, other: PassMarks) -> tuple[str, str] | None:
+        """Return the first place at which another pass has other bits; None where both are equal."""
+        for place, value in self.digests.items():
+            if other.digests.get(place) != value:
+                return place
+        return None
+
+
+@dataclass(slots=True, kw_only=True)
+class MicroBatch:
+    """One call of the model in a training step."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    generators: GeneratorStates
+    autocast: tuple[str, torch.dtype] | None
+    marks: PassMarks | None = None
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Return the tensors of the batch, in their order."""
+        leaves = _pytree.tree_leaves((self.args, self.kwargs))
+        return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+    def digest(self) -> str:
+        """Return one digest of all tensors of the batch but those of a single number, which all ranks have alike."""
+        return " ".join(digest(tensor).value for tensor in self.tensors() if tensor.numel() > 1)
+
+    @contextmanager
+    def conditions(self, device: torch.device) -> Iterator[None]:
+        """Compute as the training did for this micro-batch: the same draws, the same autocast."""
+        with ExitStack() as stack:
+            stack.enter_context(determinism.seeded())  # puts the generators back at the end
+            self.generators.restore(device)
+            if self.autocast is not None:
+                kind, dtype = self.autocast
+                stack.enter_context(torch.autocast(kind, dtype=dtype))
+            stack.enter_context(torch.enable_grad())
+            yield
+
+
+class WatchedModel:
+    """The model of a training, unwrapped, with what is asked of it in every step.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        The model; a wrapper such as DistributedDataParallel is taken off.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.model = unwrapped(model)
+        self.device = next((parameter.device for parameter in self.model.parameters()), torch.device("cpu"))
+        self.blocks = {} if _is_compiled(self.model) else blocks_of(self.model)
+        self.is_split = any(_is_distributed(parameter) for parameter in self.model.parameters())
+
+    def trainable(self) -> dict[str, torch.nn.Parameter]:
+        """Return the parameters that are trained, by name."""
+        return {name: tensor for name, tensor in self.model.named_parameters() if tensor.requires_grad}
+
+    def block_of(self, layer: str) -> str:
+        """Return the block that a layer is, or lies in, by either name of the layer; empty where it is in none."""
+        for name in self.blocks:
+            if f".{name}." in f".{layer}.":
+                return name
+        return ""
+
+    def batch_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> MicroBatch:
+        """Return a call of the model as a micro-batch, with the conditions of this moment."""
+        kind, autocast = self.device.type, None
+        if torch.is_autocast_enabled(kind):
+            autocast = (kind, torch.get_autocast_dtype(kind))
+        states = GeneratorStates.now(self.device)
+        return MicroBatch(args=args, kwargs=dict(kwargs), generators=states, autocast=autocast)
+
+    @contextmanager
+    def marked(self, marks: PassMarks) -> Iterator[None]:
+        """Note the results and gradients of the passes inside."""
+        remove = self.mark(marks)
+        try:
+            yield
+        finally:
+            remove()
+
+    def mark(self, marks: PassMarks) -> Callable[[], None]:
+        """Note the results and gradients of the next pass; return what ends it."""
+        handles: list[Any] = []
+        for name, block in self.blocks.items():
+            handles.append(block.register_forward_hook(_noting_output(name, marks)))
+        handles.append(self.model.register_forward_hook(_noting_outputs_of_model(marks)))
+        for name, parameter in self.trainable().items():
+            layer, _, tensor = name.rpartition(".")
+            handles.append(parameter.register_hook(_noting_gradient(layer, f"gradient of {tensor}", marks)))
+
+        def remove() -> None:
+            for handle in handles:
+                handle.remove()
+
+        return remove
+
+    def repeat(self, batch: MicroBatch, incoming: Mapping[int, torch.Tensor]) -> PassMarks:
+        """Compute a micro-batch once more, forward and backward, and leave no trace.
+
+        Parameters
+        ----------
+        incoming : mapping of int to torch.Tensor
+            Gradient that arrives at each output of the model; empty for a forward pass alone.
+        """
+        marks = PassMarks()
+        with buffers_kept(self.model), batch.conditions(self.device), self.marked(marks):
+            outputs = differentiable_outputs(self.model(*batch.args, **batch.kwargs))
+            if incoming:
+                wanted = [outputs[number] for number in incoming]
+                parameters = list(self.trainable().values())
+                torch.autograd.grad(wanted, parameters, list(incoming.values()), allow_unused=True)
+        return marks
+
+
+def _noting_output(name: str, marks: PassMarks) -> Callable[..., None]:
+    def note(_module: torch.nn.Module, _args: Any, output: Any) -> None:
+        tensor = first_tensor(output)
+        if tensor is None:
+            return
+        marks.note(name, OUTPUT, tensor)
+        if tensor.requires_grad:
+            tensor.register_hook(_noting_gradient(name, INCOMING, marks))
+
+    return note
+
+
+def _noting_outputs_of_model(marks: PassMarks) -> Callable[..., None]:
+    def note(_module: torch.nn.Module, _args: Any, output: Any) -> None:
+        for number, tensor in differentiable_outputs(output).items():
+            marks.note("", f"{OUTPUT} {number}" if number else LOSS, tensor)
+            tensor.register_hook(_keeping(number, marks))
+
+    return note
+
+
+def _noting_gradient(layer: str, name: str, marks: PassMarks) -> Callable[[torch.Tensor], None]:
+    def note(gradient: torch.Tensor) -> None:
+        marks.note(layer, name, gradient)
+
+    return note
+
+
+def _keeping(number: int, marks: PassMarks) -> Callable[[torch.Tensor], None]:
+    def keep(gradient: torch.Tensor) -> None:
+        marks.incoming[number] = gradient.detach()
+
+    return keep
+
+
+def differentiable_outputs(output: Any) -> dict[int, torch.Tensor]:
+    """Return what a loss is made of: the model's own loss as number 0, or all its outputs that have a gradient."""
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(loss, torch.Tensor) and loss.requires_grad:
+        return {0: loss}
+    tensors = [leaf for leaf in _pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+    if isinstance(output, Mapping):
+        tensors = [leaf for leaf in _pytree.tree_leaves(dict(output)) if isinstance(leaf, torch.Tensor)]
+    return {number: tensor for number, tensor in enumerate(tensors, 1) if tensor.requires_grad}
+
+
+def first_tensor(output: Any) -> torch.Tensor | None:
+    """Return the first floating-point tensor of a module's result."""
+    for leaf in _pytree.tree_leaves(output):
+        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
+            return leaf
+    return None
+
+
+@contextmanager
+def buffers_kept(model: torch.nn.Module) -> Iterator[None]:
+    """Put back every buffer that a pass writes to or replaces, such as the statistics of a batch norm."""
+    before = [
+        (module, name, buffer, buffer.detach().clone())
+        for module in model.modules()
+        for name, buffer in _own_buffers(module)
+    ]
+    try:
+        yield
+    finally:
+        for module, name, buffer, values in before:
+            module._buffers[name] = buffer
+            if digest(buffer).value != digest(values).value:
+                with torch.no_grad():
+                    buffer.copy_(values)
+
+
+def _own_buffers(module: torch.nn.Module) -> Sequence[tuple[str, torch.Tensor]]:
+    return [(name, buffer) for name, buffer in module._buffers.items() if buffer is not None]
+
+
+def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
+    """Return the model inside of DistributedDataParallel and of others that hold one `module`."""
+    while isinstance(model, torch.nn.parallel.DistributedDataParallel | torch.nn.DataParallel):
+        model = model.module
+    return model
+
+
+def _is_compiled(model: torch.nn.Module) -> bool:
+    """Report whether any module is compiled: a hook that comes later is not seen there."""
+    return any(
+        hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+        for module in model.modules()
+    )
+
+
+def _is_distributed(tensor: torch.Tensor) -> bool:
+    return hasattr(tensor, "placements")

@@ -1,0 +1,187 @@
+"""Faults planted into real trainings by several processes are found and named; their healthy twins are not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import consistency
+from consistency.extras.watching.watch import TrainingError
+from tests.extras.watching.trainings import Training, batch, block, flip, is_of_the_device, on_ranks
+
+pytestmark = pytest.mark.process
+
+LAYER = "model.layers.1"
+
+
+def lora_bit(step: int, training: Training) -> None:
+    if step == 3 and training.rank == 1:
+        flip(block(training).self_attn.q_proj.lora_B["default"].weight)
+
+
+def base_bit(step: int, training: Training) -> None:
+    if step == 3 and training.rank == 1:
+        flip(block(training).mlp.up_proj.weight)
+
+
+def buffer_bit(step: int, training: Training) -> None:
+    training.call.broadcast_buffers = False  # on all ranks, as broadcast_buffers=False
+    if step == 3 and training.rank == 1:
+        flip(training.model.get_base_model().model.rotary_emb.inv_freq)
+
+
+def old_state(step: int, training: Training) -> None:
+    weight = block(training).self_attn.q_proj.lora_B["default"].weight
+    if step == 3 and training.rank == 1:
+        training.kept["old"] = training.optimizer.state[weight]["exp_avg"].clone()
+    if step == 4 and training.rank == 1:
+        training.optimizer.state[weight]["exp_avg"].copy_(training.kept["old"])
+
+
+def scaled_attention(step: int, training: Training) -> None:
+    """Multiply the attention's output of one layer by 1.02 on rank 1, as a card that computes wrongly."""
+    if step == 3 and training.rank == 1:
+
+        def scale(module: Any, args: Any, output: Any) -> Any:
+            return (output[0] * 1.02, *output[1:]) if is_of_the_device() else output
+
+        block(training).self_attn.register_forward_hook(scale)
+
+
+def zero_backward(step: int, training: Training) -> None:
+    """Make the gradient that leaves one MLP zero on rank 1, as a card that computes wrongly."""
+    if step == 3 and training.rank == 1:
+
+        def vanish(module: Any, incoming: Any, outgoing: Any) -> Any:
+            return tuple(None if g is None else g * 0 for g in incoming) if is_of_the_device() else None
+
+        block(training).mlp.register_full_backward_hook(vanish)
+
+
+def drop_rank(step: int, training: Training) -> None:
+    if step == 1:
+        training.call.register_comm_hook(training, _dropping)
+
+
+def _dropping(training: Training, bucket: Any) -> Any:
+    tensor = bucket.buffer() * (0 if training.rank == 1 else 1) / (training.world - 1)
+    return torch.distributed.all_reduce(tensor, async_op=True).get_future().then(lambda f: f.value()[0])
+
+
+def add_in_half(step: int, training: Training) -> None:
+    if step == 1:
+        training.call.register_comm_hook(training, _halving)
+
+
+def _halving(training: Training, bucket: Any) -> Any:
+    tensor = bucket.buffer().bfloat16() / training.world
+    return torch.distributed.all_reduce(tensor, async_op=True).get_future().then(lambda f: f.value()[0].float())
+
+
+def late_sum(step: int, training: Training) -> None:
+    if step == 1:
+        training.call.register_comm_hook(training, _late)
+
+
+def _late(training: Training, bucket: Any) -> Any:
+    """Return the sum of the step before, as a reduction that nobody waits for."""
+    tensor = bucket.buffer() / training.world
+    before = training.kept.get("before", tensor.clone())
+
+    def done(future: Any) -> Any:
+        training.kept["before"] = future.value()[0].clone()
+        return before
+
+    return torch.distributed.all_reduce(tensor, async_op=True).get_future().then(done)
+
+
+for hook in (_dropping, _halving, _late):
+    hook.__annotations__.clear()  # DistributedDataParallel takes no other than its own, which here are texts
+
+
+def no_fault(step: int, training: Training) -> None:
+    pass
+
+
+def train(rank: int, world: int, fault: Callable[[int, Training], None], accumulate: int, same: bool) -> Any:
+    batches = (lambda step, _: batch(step)) if same else batch
+    training = Training(rank=rank, world=world, accumulate=accumulate, batches=batches)
+    training.options = {"timeout_s": 20.0}
+    found = training.run(None, fault)
+    return [[one.kind, list(one.ranks), one.tensors[0][0] if one.tensors else "", one.message] for one in found]
+
+
+def found_on(world: int, fault: Any = no_fault, *, accumulate: int = 1, same: bool = False) -> list[Any]:
+    by_rank = on_ranks(world, train, fault, accumulate, same)
+    assert all(found == by_rank[0] for found in by_rank), "the ranks were told different things"
+    return list(by_rank[0])
+
+
+@pytest.mark.parametrize(("world", "accumulate"), [(2, 1), (3, 2)])
+def test_a_healthy_training_has_no_finding(world: int, accumulate: int) -> None:
+    assert found_on(world, accumulate=accumulate) == []
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind", "layer"),
+    [
+        (lora_bit, "ranks-differ", f"{LAYER}.self_attn.q_proj.lora_B.default"),
+        (base_bit, "base-changed", f"{LAYER}.mlp.up_proj"),
+        (old_state, "ranks-differ", f"{LAYER}.self_attn.q_proj.lora_B.default.weight"),
+        (buffer_bit, "ranks-differ", "model.rotary_emb"),
+        (scaled_attention, "wrong-block", LAYER),
+        (zero_backward, "wrong-block", LAYER),
+        (drop_rank, "wrong-sum", ""),
+    ],
+)
+def test_a_fault_of_one_rank_is_named(fault: Any, kind: str, layer: str) -> None:
+    found = found_on(3, fault)
+    named = [one for one in found if one[0] == kind]
+    assert named, found
+    assert named[0][1] == [1], found
+    assert layer in named[0][2], found
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind", "words"),
+    [(add_in_half, "wrong-sum", "bfloat16"), (late_sum, "wrong-sum", "off by"), (lora_bit, "ranks-differ", "majority")],
+)
+def test_a_fault_of_two_ranks_is_found(fault: Any, kind: str, words: str) -> None:
+    found = found_on(2, fault)
+    assert [one for one in found if one[0] == kind and words in one[3]], found
+
+
+def test_ranks_with_the_same_batch_are_named() -> None:
+    assert [one[:2] for one in found_on(2, same=True)] == [["same-batch", [0, 1]]]
+
+
+def train_and_raise(rank: int, world: int) -> str:
+    training = Training(rank=rank, world=world, on_finding="raise", options={"timeout_s": 20.0})
+    try:
+        training.run(None, base_bit)
+    except TrainingError as error:
+        return str(error)
+    return ""
+
+
+def train_into(rank: int, world: int, folder: str) -> int:
+    Training(rank=rank, world=world, options={"timeout_s": 20.0}).run(Path(folder), scaled_attention)
+    return 0
+
+
+def test_the_report_of_several_findings_is_read_again(tmp_path: Path) -> None:
+    on_ranks(3, train_into, str(tmp_path))
+    report = consistency.load_report(tmp_path)
+    assert report.verdict == "inconsistent"
+    assert {finding.kind for finding in report.findings} == {"other-rank-differs", "wrong-block"}
+    assert all((tmp_path / name).is_file() for name in ("report.md", "report.html", "watch.jsonl"))
+
+
+def test_all_ranks_raise_alike() -> None:
+    first, second = on_ranks(2, train_and_raise)
+    assert first == second
+    assert "rank 1 changed 1 parameter" in first

@@ -1,0 +1,191 @@
+"""The watch on one process changes nothing, finds, writes its report, and is a callback of transformers' Trainer."""
+
+# ruff: noqa: ARG002, ARG005
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import consistency
+from consistency.errors import UsageError
+from consistency.extras.watching.watch import TrainingError
+from tests.extras.watching.trainings import Training, batch, block, flip, is_of_the_device, tiny_llama
+
+pytestmark = pytest.mark.process
+
+
+def trainer(folder: Path, model: Any, callbacks: list[Any], *, dtype_of_loss: Any = None, **options: Any) -> Any:
+    from transformers import Trainer, TrainingArguments
+
+    samples = [{name: values[0] for name, values in batch(number, rows=1).items()} for number in range(24)]
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        per_device_train_batch_size=2,
+        learning_rate=1e-2,
+        logging_steps=1,
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=True,
+        **{"max_steps": 5, "save_strategy": "no", **options},
+    )
+    return Trainer(model=model, args=arguments, train_dataset=samples, callbacks=callbacks)
+
+
+def losses(made: Any) -> list[float]:
+    return [entry["loss"] for entry in made.state.log_history if "loss" in entry]
+
+
+def bits(model: Any) -> list[bytes]:
+    return [tensor.detach().numpy().tobytes() for tensor in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"gradient_accumulation_steps": 2}, {"gradient_checkpointing": True}, {"bf16": True}]
+)
+def test_a_training_has_the_same_bits_with_the_watch(tmp_path: Path, options: dict[str, Any]) -> None:
+    plain = trainer(tmp_path / "plain", tiny_llama(dropout=0.1), [], **options)
+    plain.train()
+    callback = consistency.watch.Callback(every=2)
+    watched = trainer(tmp_path / "watched", tiny_llama(dropout=0.1), [callback], **options)
+    watched.train()
+    assert callback.findings == []
+    assert losses(watched) == losses(plain)
+    assert bits(watched.model) == bits(plain.model)
+    lines = [json.loads(line) for line in (tmp_path / "watched" / "watch" / "watch.jsonl").read_text().splitlines()]
+    repeated = [line["status"] for line in lines if line["check"] == "this rank repeats"]
+    assert repeated == ["ok"] * 3, lines
+    judged = [line["status"] for line in lines if line["check"] == "the CPU says the same"]
+    assert judged == ["ok"] * 3, lines
+
+
+def test_a_finding_stops_the_trainer_which_saves_first(tmp_path: Path) -> None:
+    from transformers import TrainerCallback
+
+    class Flip(TrainerCallback):  # type: ignore[misc]  # transformers' types are not followed
+        def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+            if state.global_step == 2:
+                flip(model.get_base_model().model.layers[1].mlp.up_proj.weight)
+
+    callback = consistency.watch.Callback(every=2, on_finding="stop")
+    made = trainer(tmp_path, tiny_llama(), [callback, Flip()], max_steps=12)
+    made.train()
+    assert made.state.global_step == 4
+    assert (tmp_path / "checkpoint-4").is_dir()
+    assert [found.kind for found in callback.findings] == ["base-changed"]
+    loaded = consistency.load_report(tmp_path / "watch")
+    assert loaded.findings[0].tensors == ("watch::base_model.model.model.layers.1.mlp.up_proj.weight",)
+    assert made.state.log_history[-2]["watch/findings"] == 1.0
+
+
+def test_an_adapter_that_was_not_loaded_again_is_named(tmp_path: Path) -> None:
+    trainer(tmp_path, tiny_llama(), [consistency.watch.Callback(every=2)], save_strategy="steps", save_steps=2).train()
+    healthy = consistency.watch.Callback(every=2)
+    trainer(tmp_path, tiny_llama(), [healthy], max_steps=6).train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert healthy.findings == []
+    callback = consistency.watch.Callback(every=2)
+    made = trainer(tmp_path, tiny_llama(), [callback], max_steps=6)
+    made._load_from_checkpoint = lambda *_: None
+    made.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert [found.kind for found in callback.findings] == ["not-reloaded"]
+    assert callback.findings[0].message.startswith("18 of 18 tensors of the adapter")
+
+
+def test_a_base_that_was_rounded_on_resuming_is_named(tmp_path: Path) -> None:
+    Training(steps=2).run(tmp_path)
+    assert Training(steps=2, options={"first_step": 2}).run(tmp_path) == []
+    model = tiny_llama()
+    with torch.no_grad():
+        model.get_base_model().model.layers[0].mlp.up_proj.weight.copy_(
+            model.get_base_model().model.layers[0].mlp.up_proj.weight.bfloat16()
+        )
+    (found,) = Training(steps=2, model=model, options={"first_step": 2}).run(tmp_path)
+    assert found.kind == "base-changed"
+    assert "layers.0.mlp.up_proj" in found.message
+
+
+def uneven(step: int, rank: int) -> dict[str, torch.Tensor]:
+    inputs = batch(step, rank)
+    if step % 2:
+        inputs["labels"][:, 4:] = -100
+    return inputs
+
+
+def test_micro_batches_that_weigh_the_same_are_named() -> None:
+    found = Training(accumulate=2, batches=uneven).run(None)
+    assert [one.kind for one in found] == ["unequal-weights"]
+    assert "22, 6 label tokens" in found[0].message
+    assert Training(accumulate=2).run(None) == []
+
+
+def test_the_trainer_weighs_by_tokens(tmp_path: Path) -> None:
+    callback = consistency.watch.Callback(every=2)
+    made = trainer(tmp_path, tiny_llama(), [callback], gradient_accumulation_steps=2)
+    for number, sample in enumerate(made.train_dataset):
+        if number % 3:
+            sample["labels"][4:] = -100
+    made.train()
+    assert callback.findings == []
+
+
+def nan_from_mlp(step: int, training: Training) -> None:
+    if step == 3:
+        block(training).mlp.act_fn.register_forward_hook(lambda module, args, output: output / 0)
+
+
+def test_the_module_that_made_the_first_nan_is_named() -> None:
+    found = Training().run(None, nan_from_mlp)
+    assert found[0].kind == "not-finite-from"
+    assert "layers.1.mlp.act_fn of rank 0 makes NaN or infinity of finite inputs" in found[0].message
+
+
+def wrong_once(step: int, training: Training) -> None:
+    """Compute one pass of one layer wrongly, and never again."""
+    if step == 4:
+        passes = iter([1.001])
+        block(training).mlp.register_forward_hook(lambda module, args, output: output * next(passes, 1.0))
+
+
+def test_a_pass_that_was_wrong_once_is_named() -> None:
+    found = Training().run(None, wrong_once)
+    assert [(one.kind, one.tensors[0][0]) for one in found] == [("not-repeatable", "model.layers.1")]
+
+
+def scaled(step: int, training: Training) -> None:
+    def scale(module: Any, args: Any, output: Any) -> Any:
+        return output * 1.02 if is_of_the_device() else output
+
+    if step == 1:
+        block(training).self_attn.o_proj.register_forward_hook(scale)
+
+
+def test_a_card_that_is_always_wrong_is_named_by_the_cpu(tmp_path: Path) -> None:
+    with pytest.raises(TrainingError, match=r"rank 0 computes model\.layers\.1 wrong"):
+        Training(on_finding="raise").run(tmp_path, scaled)
+    assert consistency.load_report(tmp_path).verdict == "inconsistent"
+
+
+def frozen_in_optimizer(training: Training) -> None:
+    training.model = tiny_llama()
+    trained = [tensor for tensor in training.model.parameters() if tensor.requires_grad]
+    training.optimizer = torch.optim.AdamW(trained[2:], lr=1e-2)
+
+
+def test_parameters_that_the_optimizer_has_not_are_named() -> None:
+    training = Training()
+    frozen_in_optimizer(training)
+    found = training.run(None)
+    assert [one.kind for one in found] == ["not-trained"]
+    assert "2 parameters to be trained" in found[0].message
+
+
+def test_options_that_cannot_be_used_are_refused() -> None:
+    model = tiny_llama(layers=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(UsageError, match="every so many"):
+        consistency.watch.Watch(model, optimizer, every=0)
+    with pytest.raises(UsageError, match="unknown way"):
+        consistency.watch.Watch(model, optimizer, on_finding="ask")  # type: ignore[arg-type]
