@@ -15,6 +15,7 @@ NOT_RELOADED = kinds.declare("not-reloaded")
 NOT_TRAINED = kinds.declare("not-trained")
 BASE_CHANGED = kinds.declare("base-changed")
 CARD_COUNTER = kinds.declare("card-counter")
+STANDS_STILL = kinds.declare("stands-still")
 
 KINDS = (
     RANKS_DIFFER,
@@ -28,4 +29,5 @@ KINDS = (
     NOT_TRAINED,
     BASE_CHANGED,
     CARD_COUNTER,
+    STANDS_STILL,
 )

@@ -8,10 +8,11 @@ references alone, and asks in each step only whether the norm of the gradients i
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -49,6 +50,7 @@ from consistency.extras.watching.set_up import (
     first_elements,
     weighed_parameter,
 )
+from consistency.extras.watching.standstill import Standstill
 from consistency.extras.watching.sums import LocalSum, check_sum, local_sum
 
 OnFinding = Literal["warn", "stop", "raise"]
@@ -90,7 +92,8 @@ class Watch:
     resumed_from : path, optional
         Checkpoint from which it goes on: its adapter is compared with the adapter in the model.
     timeout_s : float
-        Seconds that a rank waits for the others in a check.
+        Seconds that a rank waits for the others in a check, and that a training of several ranks may stand still: then
+        the rank that it waits for is named. With ``on_finding="raise"`` all processes that are left end, with status 1.
     """
 
     def __init__(
@@ -137,8 +140,19 @@ class Watch:
         self._is_checking = False
         self._was_not_finite = False
         self._said: set[tuple[Any, ...]] = set()
+        self._standstill = Standstill(
+            self._talk,
+            self._places,
+            first_step=first_step,
+            timeout_s=timeout_s,
+            say=self._say_standstill,
+            end=self._end_standstill,
+        )
         self._handles = [
+            # of the whole: DistributedDataParallel talks to the other ranks before the model's own forward pass
+            model.register_forward_pre_hook(self._note_begin),
             self._watched.model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
+            self._watched.model.register_forward_hook(self._after_forward),
             self._optimizer.register_step_pre_hook(self._before_update),
         ]
 
@@ -158,6 +172,7 @@ class Watch:
             handle.remove()
         self._end_step()
         self._handles = []
+        self._standstill.close()
         self._talk.close()
 
     def is_due(self, step: int) -> bool:
@@ -186,6 +201,16 @@ class Watch:
             self._end_marks()
             self._remove_marks = self._watched.mark(batch.marks)
 
+    def _note_begin(self, model: torch.nn.Module, _: Any) -> None:
+        """Note that a forward pass begins; one of an evaluation is a sign of life alone."""
+        self._standstill.is_alive()
+        if not self._is_checking and model.training and torch.is_grad_enabled():
+            self._standstill.forward_begins(self._done + 1, len(self._batches) + 1)
+
+    def _after_forward(self, *_: Any) -> None:
+        if self._batches and not self._is_checking:
+            self._standstill.forward_ends(self._done + 1, len(self._batches))
+
     _remove_marks: Callable[[], None] | None = None
 
     def _end_marks(self) -> None:
@@ -211,6 +236,7 @@ class Watch:
         step = self._done + 1
         self._end_hooks_of_step()  # passes of the checks are none of the training's
         self._is_checking = True
+        self._standstill.check_begins(step)
         try:
             self._trained.note_step(self._watched, self._optimizer)
             if any(self.is_due(step + later) for later in range(_BATCHES)) or step <= self._first_step + _BATCHES:
@@ -226,6 +252,7 @@ class Watch:
             self._is_checking = False
             self._done = step
             self._end_step()
+            self._standstill.step_ends(step)
 
     def _end_hooks_of_step(self) -> None:
         self._end_marks()
@@ -356,15 +383,33 @@ class Watch:
             for number, (outcome, elapsed_s) in enumerate(outcomes):
                 outcome.discoveries = [found for discoveries in by_rank for found in discoveries[number]]
                 report.write_line(self.folder, step, outcome, elapsed_s)
+        self._report(step, new)
+
+    def _report(self, step: int, new: Sequence[Discovery]) -> None:
+        """Print what was found by now, and write the report of all that was found."""
         for discovery in new:
-            print(f"consistency.watch: {discovery.severity}: {discovery.message}", file=sys.stderr)
+            print(f"consistency.watch: {discovery.severity}: {discovery.message}", file=sys.stderr, flush=True)
         if new and self.folder is not None:
             title = type(self._watched.model).__name__
             steps = f"steps {self._first_step + 1} to {step}, checked every {self.every}"
             comparison = report.as_comparison(self.findings, title=title, places=self._places, steps=steps)
             with suppress(OSError):
                 report.write_report(self.folder, comparison, self._began_s)
-            print(f"consistency.watch: consistency show {self.folder}", file=sys.stderr)
+            print(f"consistency.watch: consistency show {self.folder}", file=sys.stderr, flush=True)
+
+    def _say_standstill(self, discovery: Discovery) -> None:
+        """Report that the training stands still, in another thread than it."""
+        self.findings.append(discovery)
+        outcome = CheckOutcome(check="the training moves", discoveries=[discovery])
+        if self.folder is not None:
+            with suppress(OSError):
+                report.write_line(self.folder, self._done + 1, outcome, 0.0)
+        self._report(self._done + 1, [discovery])
+
+    def _end_standstill(self) -> None:
+        """End this process where that was asked for: nothing else ends a collective that waits for a lost rank."""
+        if self.on_finding == "raise":
+            os._exit(TrainingError.exit_status)
 
     def _act(self, new: list[Discovery]) -> None:
         if self.on_finding == "warn":

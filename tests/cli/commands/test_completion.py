@@ -42,8 +42,8 @@ def test_every_shell_gets_commands_and_options(shell: str, capsys: pytest.Captur
         ("run --format g", {"github"}),
         ("run --only mer", {"merged"}),
         ("drill --only adapter-nan", {"adapter-nan"}),
-        ("explain wrong-s", {"wrong-scale"}),
-        ("explain zeros wrong-s", {"wrong-scale"}),
+        ("explain wrong-sc", {"wrong-scale"}),
+        ("explain zeros wrong-sc", {"wrong-scale"}),
     ],
 )
 def test_bash_completes(words: str, completed: set[str], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
