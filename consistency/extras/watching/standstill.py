@@ -39,7 +39,7 @@ _numbers = itertools.count()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
-class Place:
+class TrainingPlace:
     """Where a training is: a step, and how far in it.
 
     Attributes
@@ -64,13 +64,13 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sign:
+class LifeSign:
     """A sign of life of a rank, as it stands in the store.
 
     Attributes
     ----------
     beats : int
-        Signs that it has given.
+        LifeSigns that it has given.
     step, part : int
         Its place.
     line : str
@@ -86,11 +86,11 @@ class Sign:
     has_ended: bool
 
     @property
-    def place(self) -> Place:
-        return Place(step=self.step, part=self.part)
+    def place(self) -> TrainingPlace:
+        return TrainingPlace(step=self.step, part=self.part)
 
 
-Signs = Sequence[Sign | None]
+LifeSigns = Sequence[LifeSign | None]
 
 
 class Standstill:
@@ -121,7 +121,7 @@ class Standstill:
         self._rank, self._places = talk.rank, places
         self._timeout_s, self._say, self._end = timeout_s, say, end
         self._beat_s = min(_BEAT_S, timeout_s / 10)
-        self._place = Place(step=first_step + 1, part=0)
+        self._place = TrainingPlace(step=first_step + 1, part=0)
         self._moved_s = time.monotonic()
         self._is_said = False
         self._has_ended = False
@@ -138,19 +138,19 @@ class Standstill:
 
     def forward_begins(self, step: int, number: int) -> None:
         """Note that the forward pass of a micro-batch begins, counted from 1 in its step."""
-        self._move(Place(step=step, part=2 * number - 1))
+        self._move(TrainingPlace(step=step, part=2 * number - 1))
 
     def forward_ends(self, step: int, number: int) -> None:
         """Note that it has ended."""
-        self._move(Place(step=step, part=2 * number))
+        self._move(TrainingPlace(step=step, part=2 * number))
 
     def check_begins(self, step: int) -> None:
         """Note that the gradients of a step are there."""
-        self._move(Place(step=step, part=_CHECK))
+        self._move(TrainingPlace(step=step, part=_CHECK))
 
     def step_ends(self, step: int) -> None:
         """Note that a step is done."""
-        self._move(Place(step=step + 1, part=0))
+        self._move(TrainingPlace(step=step + 1, part=0))
 
     def is_alive(self) -> None:
         """Note that something moves that is no step, such as an evaluation."""
@@ -169,14 +169,14 @@ class Standstill:
         with suppress(RuntimeError):  # the store may be gone before the watch
             self._leave_sign()
 
-    def _move(self, place: Place) -> None:
+    def _move(self, place: TrainingPlace) -> None:
         self._place, self._moved_s, self._is_said = place, time.monotonic(), False
 
     # --- the thread ---------------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
         """Leave a sign of life at every beat, and read those of all where this rank stands still."""
-        earlier: Signs | None = None
+        earlier: LifeSigns | None = None
         read_at = 0
         with suppress(RuntimeError):  # torch's: the process that holds the store is gone, and the group with it
             while not self._closed.wait(self._beat_s):
@@ -192,16 +192,18 @@ class Standstill:
     def _leave_sign(self) -> None:
         self._beats += 1
         place = self._place
-        sign = Sign(beats=self._beats, step=place.step, part=place.part, line=self._line(), has_ended=self._has_ended)
+        sign = LifeSign(
+            beats=self._beats, step=place.step, part=place.part, line=self._line(), has_ended=self._has_ended
+        )
         self._store.set(str(self._rank), json.dumps(asdict(sign)))
 
-    def _signs(self) -> Signs:
+    def _signs(self) -> LifeSigns:
         """Return the last sign of each rank; None of one that never gave any."""
-        signs: list[Sign | None] = []
+        signs: list[LifeSign | None] = []
         for rank in range(len(self._places)):
             # asked for first, since reading a key that is not there waits for it
             is_there = self._store.check([str(rank)])
-            signs.append(Sign(**json.loads(self._store.get(str(rank)))) if is_there else None)
+            signs.append(LifeSign(**json.loads(self._store.get(str(rank)))) if is_there else None)
         return signs
 
     def _line(self) -> str:
@@ -213,7 +215,7 @@ class Standstill:
             return ""
         return f"{Path(inner[-1].filename).name}:{inner[-1].lineno}, {inner[-1].name}"
 
-    def _conclude(self, earlier: Signs, latest: Signs) -> None:
+    def _conclude(self, earlier: LifeSigns, latest: LifeSigns) -> None:
         """Say which rank the training waits for, on the first of those that are left."""
         gone = _gone(earlier, latest)
         discovery = self._discovery(gone, latest)
@@ -238,7 +240,7 @@ class Standstill:
             if gone and self._rank == min(set(range(len(latest))) - set(gone)):
                 self._say(self._discovery(gone, latest))
 
-    def _discovery(self, gone: Sequence[int], signs: Signs) -> Discovery:
+    def _discovery(self, gone: Sequence[int], signs: LifeSigns) -> Discovery:
         if gone:
             return self._gone_discovery(gone, signs)
         places = {rank: sign.place for rank, sign in enumerate(signs) if sign is not None and not sign.has_ended}
@@ -264,7 +266,7 @@ class Standstill:
             next=_LOOK,
         )
 
-    def _gone_discovery(self, gone: Sequence[int], signs: Signs) -> Discovery:
+    def _gone_discovery(self, gone: Sequence[int], signs: LifeSigns) -> Discovery:
         sign = signs[gone[0]]
         where = f", last seen {sign.place}" if sign is not None else ""
         return Discovery(
@@ -286,7 +288,7 @@ _LOOK = (
 )
 
 
-def _gone(earlier: Signs, latest: Signs) -> list[int]:
+def _gone(earlier: LifeSigns, latest: LifeSigns) -> list[int]:
     """Return the ranks whose sign was not renewed, though their training has not ended."""
     gone = []
     for rank, (before, now) in enumerate(zip(earlier, latest, strict=True)):
