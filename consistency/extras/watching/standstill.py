@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import sys
 import threading
 import time
@@ -128,6 +129,7 @@ class Standstill:
         self._beats = 0
         self._closed = threading.Event()
         self._owner = threading.get_ident()
+        self._process = os.getpid()
         self._thread: threading.Thread | None = None
         if talk.world > 1:
             store = _get_default_store()
@@ -230,7 +232,8 @@ class Standstill:
         """Show an error that nothing has caught; where it is torch's of a collective, say which rank is gone."""
         self._has_ended = True
         self._hook(kind, error, trace)
-        if not issubclass(kind, RuntimeError):
+        # a forked process, as one that loads data, has the store's connection too, and must not talk on it
+        if not issubclass(kind, RuntimeError) or os.getpid() != self._process:
             return
         with suppress(RuntimeError):
             earlier = self._signs()
