@@ -86,6 +86,10 @@ def run(
         if options:
             raise TypeError(f"a complete case takes no further options: {', '.join(sorted(options))}")
         plan = pipeline.plan_of(case, make_options(named_options))
+    elif case is not None and not isinstance(case, Options):
+        raise UsageError(
+            "not a case", where="run()", got=repr(case), wanted="a Case or Options", hint="name the model by base="
+        )
     else:
         plan = pipeline.prepare(make_options(named_options, case or Options()))
     target = None if out is None else Path(out)

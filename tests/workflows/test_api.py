@@ -76,3 +76,8 @@ def test_a_report_is_read_again_with_its_findings(tmp_path: Path) -> None:
 def test_a_folder_without_a_report_is_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no report here"):
         consistency.load_report(tmp_path)
+
+
+def test_a_name_in_place_of_a_case_is_refused_in_words() -> None:
+    with pytest.raises(UsageError, match="not a case"):
+        consistency.run("builtin:llama")  # type: ignore[arg-type]  # what a new user writes first
