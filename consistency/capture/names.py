@@ -51,6 +51,9 @@ LONG_TOKENS, WRONG_TOKENS, WHERE = "tokens_of_the_text", "wrong_tokens", "where"
 """Keys in the evidence of such a row: the tokens of the text, the compared tokens whose rows are wrong, and these in
 words."""
 
+TO_DO = "to_do"
+"""Key in the evidence of a row which says what mends it, where to run again would show the same."""
+
 OVERFLOWS = "NaN or infinite too"
 """Text in the reason of a block whose passes on the CPU overflow: it has no error to compare with."""
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from consistency.capture.names import SETTINGS_LAYER, WHERE, WHOLE_MODEL
+from consistency.capture.names import SETTINGS_LAYER, TO_DO, WHERE, WHOLE_MODEL
 from consistency.capture.wording import and_more, listed, some
 from consistency.case import standard
 from consistency.case.load_path import is_alternative
@@ -248,12 +248,20 @@ def _next_step(
     """Return what to type or to do next; None where there is no advice."""
     if explanation.renaming:
         return _RENAME
+    if to_do := _to_do(group):
+        return to_do
     # to run again would show the same where the file itself is at fault
     command = compare_file(cause.stage) if _is_of_the_file(cause, group) else None
     command = command or next_step(cause.workers)
     if command:
         return command
     return _WHICH_FILE if explanation.own_files else None
+
+
+def _to_do(group: _Group) -> str:
+    """Return what mends the tensors of a group, where all of them say the same."""
+    stated = {str(row.evidence.get(TO_DO, "")) for row in group.samples}
+    return stated.pop() if len(stated) == 1 else ""
 
 
 def _about_own_files(group: _Group, workers: Sequence[str]) -> str:

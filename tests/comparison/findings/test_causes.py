@@ -222,3 +222,11 @@ def test_keys_that_differ_by_a_part_of_their_path_are_connected(own: str, wanted
     other = tensor("model.layers.7.k", "lora_A", "cpu", word=words.MISSING)
     first, _ = causes(*there, lacks[0], other)
     assert first.message.endswith("without a counterpart")
+
+
+def test_rows_that_say_what_mends_them_are_not_run_again() -> None:
+    first, second = ({"evidence": {"to_do": f"convert {name}"}, "word": words.BYTES_CHANGED} for name in "ab")
+    (finding,) = causes(tensor("x", "w", "cpu", **first), tensor("y", "w", "cpu", **first))
+    assert finding.next == "convert a"
+    (finding,) = causes(tensor("x", "w", "cpu", **first), tensor("y", "w", "cpu", **second))
+    assert finding.next == "look at cpu"

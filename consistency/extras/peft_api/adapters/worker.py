@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from msgspec.structs import replace
 
-from consistency.capture.names import WHOLE_MODEL, adapter_place
+from consistency.capture.names import TO_DO, WHOLE_MODEL, adapter_place
 from consistency.capture.records import TensorRecord
 from consistency.case.named_adapters import NamedAdapter
 from consistency.extras.peft_api.adapters.combining import combine
@@ -84,10 +84,14 @@ def _record_rewriting(context: Context, adapter: NamedAdapter, rewritten: Collec
     names = sorted(rewritten)
     reason = (
         f"loading {adapter.name} rewrites {len(names)} weights of the base, such as {names[0]}, so that every other "
-        f"adapter in the model is on another base: convert {adapter.name} by PEFT's save_pretrained() with "
-        "path_initial_model_for_weight_conversion"
+        "adapter in the model is on another base"
     )
-    evidence = {"tensors": len(context.base.tensors), "changed": names[:MOST_IN_EVIDENCE]}
+    conversion = (
+        f"convert {adapter.name} to an adapter of the unchanged base: load it alone, and save it by PEFT's "
+        "save_pretrained(..., path_initial_model_for_weight_conversion=...)"
+    )
+    tensors = len(context.base.tensors)
+    evidence = {"tensors": tensors, "changed": names[:MOST_IN_EVIDENCE], TO_DO: conversion}
     step = f"loading {adapter.name}"
     word = words.BYTES_CHANGED
     context.record.fact(STAGE, step, "bytes of the base", status="outside", word=word, reason=reason, evidence=evidence)
