@@ -225,7 +225,8 @@ def test_keys_that_differ_by_a_part_of_their_path_are_connected(own: str, wanted
 
 
 def test_rows_that_say_what_mends_them_are_not_run_again() -> None:
-    first, second = ({"evidence": {"to_do": f"convert {name}"}, "word": words.BYTES_CHANGED} for name in "ab")
+    first: dict[str, Any] = {"evidence": {"to_do": "convert a"}, "word": words.BYTES_CHANGED}
+    second: dict[str, Any] = {"evidence": {"to_do": "convert b"}, "word": words.BYTES_CHANGED}
     (finding,) = causes(tensor("x", "w", "cpu", **first), tensor("y", "w", "cpu", **first))
     assert finding.next == "convert a"
     (finding,) = causes(tensor("x", "w", "cpu", **first), tensor("y", "w", "cpu", **second))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,6 +20,7 @@ import torch
 
 from consistency.capture.explanation import Explanation
 from consistency.extras.serving.check_text.judged_text import JudgedText, TokenFigures, inputs_of
+from consistency.extras.serving.check_text.penalties import USUAL_PENALTIES
 from consistency.extras.serving.check_text.prompts import other_prompts
 from consistency.extras.serving.check_text.text_causes import TextCause
 from consistency.extras.serving.check_text.texts import Text
@@ -43,10 +44,10 @@ class Extent(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explained:
-    """That a mistake explains a text, how, and what it is about."""
+    """That a mistake explains a text, how, and what it may be about: the likeliest first, where several do."""
 
     extent: Extent
-    about: str = ""
+    about: tuple[str, ...] = ("",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +105,23 @@ class AskedText:
             computes = [functools.partial(self.judged.passes.merged, way) for way in ways]
             yield Alternative(cause=cause, try_it=functools.partial(self._any_merge_fits, computes))
 
+    def penalties(self) -> Iterator[Alternative]:
+        """Yield penalties of a sampler, which are tried last: a small one turns few tokens, as rounding does."""
+        yield Alternative(cause=TextCause.PENALTY, try_it=self._penalized)
+
+    def _penalized(self) -> Explained | None:
+        """Return which usual penalties explain the text; several do, as a few tokens do not tell their size."""
+        if self.judged.tokens.penalties.penalizes:
+            return None
+        fitting, extents = list[str](), set[Extent]()
+        for penalties, logits in self.judged.logits_by_penalties(USUAL_PENALTIES):
+            explained = self.fits(self.judged.figures_of(logits))
+            if explained is not None:
+                fitting.append(str(penalties))
+                extents.add(explained.extent)
+        # log probabilities of the model as it is say nothing of penalties: the tokens have to be explained
+        return Explained(extent=Extent.TOKENS, about=tuple(fitting)) if extents == {Extent.TOKENS} else None
+
     def _by_logits(self, cause: Explanation, about: str, compute: Callable[[], torch.Tensor]) -> Alternative:
         return Alternative(cause=cause, try_it=lambda: self.fits(self.judged.figures(compute()), about))
 
@@ -112,9 +130,9 @@ class AskedText:
         if not bool(self.judged.fit_logprobs(figures).all()):
             return None
         if bool(self.judged.fit_greedily(figures).all()):
-            return Explained(extent=Extent.TOKENS, about=about)
+            return Explained(extent=Extent.TOKENS, about=(about,))
         has_logprobs = self.judged.tokens.judged_logprobs is not None
-        return Explained(extent=Extent.LOGPROBS, about=about) if has_logprobs else None
+        return Explained(extent=Extent.LOGPROBS, about=(about,)) if has_logprobs else None
 
     def _any_merge_fits(self, computes: Sequence[Callable[[], torch.Tensor]]) -> Explained | None:
         with suppress(MergeRefusedError):
@@ -261,14 +279,19 @@ class Causes:
 
 
 def causes_of(asked: Sequence[AskedText], *, greedily: bool = False) -> Causes | None:
-    """Return what explains each of these texts: merges only where nothing else does; None where nothing does.
+    """Return what explains each of these texts; None where nothing does.
+
+    Merges are tried where nothing else explains them, and penalties where no merge does either.
 
     Parameters
     ----------
     greedily : bool
         Whether every token has to be the most likely one.
     """
-    for alternatives_of in (AskedText.alternatives, AskedText.merges):
+    kinds = [AskedText.alternatives, AskedText.merges]
+    if not greedily:
+        kinds.append(AskedText.penalties)
+    for alternatives_of in kinds:
         causes = _causes_by(alternatives_of, asked, greedily=greedily)
         if causes is not None:
             return causes
@@ -278,7 +301,7 @@ def causes_of(asked: Sequence[AskedText], *, greedily: bool = False) -> Causes |
 def _causes_by(
     alternatives_of: Callable[[AskedText], Iterator[Alternative]], asked: Sequence[AskedText], *, greedily: bool
 ) -> Causes | None:
-    common: dict[Explanation, str] | None = None
+    common: dict[Explanation, tuple[str, ...]] | None = None
     fits: dict[Explanation, set[Extent]] = {}
     for each in asked:
         found = _explaining_one(alternatives_of(each), common, greedily=greedily)
@@ -291,11 +314,12 @@ def _causes_by(
     if not common:
         return None
     are_drawn = any(Extent.LOGPROBS in fits[cause] for cause in common)
-    return Causes(about=common, extent=Extent.LOGPROBS if are_drawn else Extent.TOKENS)
+    likeliest = {cause: about_what[0] for cause, about_what in common.items()}
+    return Causes(about=likeliest, extent=Extent.LOGPROBS if are_drawn else Extent.TOKENS)
 
 
 def _explaining_one(
-    alternatives: Iterator[Alternative], common: dict[Explanation, str] | None, *, greedily: bool
+    alternatives: Iterator[Alternative], common: Container[Explanation] | None, *, greedily: bool
 ) -> dict[Explanation, Explained]:
     """Return what explains one text, among what explains the texts before it."""
     found: dict[Explanation, Explained] = {}
@@ -310,16 +334,17 @@ def _explaining_one(
     return found
 
 
-def _common(before: dict[Explanation, str], about: dict[Explanation, str]) -> dict[Explanation, str]:
-    """Return the causes of both; a token is left open where it differs from text to text."""
-    common = {}
+def _common(
+    before: dict[Explanation, tuple[str, ...]], about: dict[Explanation, tuple[str, ...]]
+) -> dict[Explanation, tuple[str, ...]]:
+    """Return the causes of both, about what both may be about; a token is left open where it differs by text."""
+    common: dict[Explanation, tuple[str, ...]] = {}
     for cause, of_others in before.items():
-        if cause not in about:
-            continue
-        if about[cause] == of_others:
-            common[cause] = of_others
-        elif cause is TextCause.OFF_FROM:
-            common[cause] = _SOME_TOKEN
+        of_both = tuple(each for each in of_others if each in about.get(cause, ()))
+        if of_both:
+            common[cause] = of_both
+        elif cause in about and cause is TextCause.OFF_FROM:
+            common[cause] = (_SOME_TOKEN,)
     return common
 
 

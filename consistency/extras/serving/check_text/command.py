@@ -48,8 +48,9 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--sampling",
         metavar="SETTINGS",
-        help="how tokens were drawn, where the file does not say it: temperature=0.7,top_k=20,top_p=0.9,min_p=0.05; "
-        "1 for draws without any of these (default: greedily, where a text has no log probabilities)",
+        help="how tokens were drawn, where the file does not say it: temperature=0.7,top_k=20,top_p=0.9,min_p=0.05, "
+        "repetition_penalty=1.1, presence_penalty, frequency_penalty, penalty_last_n; 1 for draws without any of these "
+        "(default: greedily, where a text has no log probabilities)",
     )
     parser.add_argument(
         "--logprobs",
@@ -111,11 +112,20 @@ def sampling_of(settings: str) -> Sampling:
                 wanted=f"a number from {least:g} to {most:g}",
             )
         values[name] = number
-    top_k = int(values.pop("top_k", 0))
-    return Sampling(top_k=top_k, **values)
+    whole_numbers = {name: int(values.pop(name)) for name in ("top_k", "penalty_last_n") if name in values}
+    return Sampling(**whole_numbers, **values)  # type: ignore[arg-type]  # each by its name
 
 
-_SETTINGS = {"temperature": (0.0, 100.0), "top_k": (0.0, 1e9), "top_p": (0.0, 1.0), "min_p": (0.0, 1.0)}
+_SETTINGS = {
+    "temperature": (0.0, 100.0),
+    "top_k": (0.0, 1e9),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (0.01, 100.0),
+    "presence_penalty": (-100.0, 100.0),
+    "frequency_penalty": (-100.0, 100.0),
+    "penalty_last_n": (0.0, 1e9),
+}
 """The settings of a sampler, each with its least and its largest value."""
 
 

@@ -22,6 +22,7 @@ import functools
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ from consistency.extras.serving.check_text.judging import Judging, Run, dtype_of
 from consistency.extras.serving.check_text.log_probabilities import with_processing, with_summary, with_surprise
 from consistency.extras.serving.check_text.options import NOTHING_STATED, TextOptions, stated_arithmetic
 from consistency.extras.serving.check_text.report import TextReport
+from consistency.extras.serving.check_text.sampling import Sampling
 from consistency.extras.serving.check_text.texts import Text, encoded
 from consistency.worker.model.inputs import tokenizer_of
 from consistency.worker.model.loading import load_model
@@ -161,9 +163,11 @@ def _copy_on_cpu(model: Any) -> Any:
 
 
 def _checked(run: Run, texts: Sequence[Text], where: str) -> TextReport:
-    tokens_of_texts = [
-        encoded(text, run.tokenizer, text.name or f"text {number}") for number, text in enumerate(texts, 1)
-    ]
+    tokens_of_texts = []
+    for number, text in enumerate(texts, 1):
+        tokens = encoded(text, run.tokenizer, text.name or f"text {number}")
+        sampling = text.sampling or run.options.sampling or Sampling()
+        tokens_of_texts.append(replace(tokens, penalties=sampling.penalties))
     try:
         with model_code(run.model):
             arithmetic = stated_arithmetic(run.options, dtype_of(run.model))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,8 +15,10 @@ from consistency.case.budget.costs import LEAST_PASSES, MOST_PASSES
 from consistency.devices.products import Products
 from consistency.errors import InputError
 from consistency.extras.serving.check_text.arithmetic import OWN, EngineArithmetic, log_softmax_error
+from consistency.extras.serving.check_text.penalties import penalized
 from consistency.extras.serving.check_text.processing import Logits, Processing
 from consistency.extras.serving.check_text.report import LogprobGap, TokenGap
+from consistency.extras.serving.check_text.sampling import NO_PENALTIES, Sampling
 from consistency.extras.serving.check_text.texts import Tokens, other_tokens
 from consistency.extras.serving.engine_outputs.passes import Passes
 from consistency.extras.serving.inference.request import OUTPUT
@@ -73,13 +75,13 @@ class TokenFigures:
         """Return the figures of logits; `ends` are the ids that end a text."""
         two_values, two_ids = logits.without_ends.topk(2, -1)
         largest = two_ids[:, 0]
-        gaps = two_values[:, 0] - _at(logits.own, chosen)
+        gaps = two_values[:, 0] - _at(logits.choosing, chosen)
         logprobs = logits.own.log_softmax(-1)
         probabilities = logprobs.exp()
         own = _at(probabilities, chosen)
         weights = (1 - 2 * own + probabilities.square().sum(-1)).clamp_min(0).sqrt()
         goes_on = ~are_ends(chosen, ends)
-        past_end = sum(token in ends for token in logits.own.argmax(-1)[goes_on].tolist())
+        past_end = sum(token in ends for token in logits.choosing.argmax(-1)[goes_on].tolist())
         return cls(
             gaps=gaps,
             logprobs=_at(logprobs, chosen),
@@ -289,16 +291,34 @@ class JudgedText:
             return torch.ones_like(figures.gaps, dtype=torch.bool)
         return _ratios(wanted, figures.logprobs, self._allowed_of(figures.logprobs)) <= 1
 
-    def logits(self) -> Logits:
-        """Return the exact logits; they are computed again where they are not kept."""
-        return logits_of(self.passes.of("right", nullcontext), self.tokens, end_ids(self.passes.model))
+    def logits(self, penalties: Sampling = NO_PENALTIES) -> Logits:
+        """Return the exact logits; they are computed again where they are not kept.
+
+        Parameters
+        ----------
+        penalties : Sampling, optional
+            Penalties to choose tokens by in place of those that are stated.
+        """
+        tokens = penalized_by(penalties, self.tokens)
+        return logits_of(self.passes.of("right", nullcontext), tokens, end_ids(self.passes.model))
+
+    def logits_by_penalties(self, several: Sequence[Sampling]) -> Iterator[tuple[Sampling, Logits]]:
+        """Yield the exact logits by which tokens are chosen with each of several penalties."""
+        own, ends = self.logits().own, end_ids(self.passes.model)
+        for penalties in several:
+            yield penalties, _after_penalties(own, replace(self.tokens, penalties=penalties), ends)
+
+    def figures_of(self, logits: Logits) -> TokenFigures:
+        """Return the figures of exact logits."""
+        return TokenFigures.of(logits, self.chosen, end_ids(self.passes.model))
 
     def ratio_of_processing(self, processing: Processing, step: Step) -> float:
         """Return the largest error of the log probabilities, taken in this way, over what rounding may do."""
         wanted = self.tokens.judged_logprobs
         assert wanted is not None
         kept: torch.Tensor | None = None
-        logits = self.logits()
+        tokens = penalized_by(processing.sampling, self.tokens)
+        logits = self.logits(processing.sampling)
         if processing.sampling.leaves_out:
             slack = self.allowed_logprobs / min(1.0, processing.sampling.temperature)
             kept = processing.kept(logits, self.chosen, wanted, slack)
@@ -311,7 +331,7 @@ class JudgedText:
             return _FAR * far
         read = functools.partial(processing.logprobs, chosen=self.chosen, kept=kept)
         noisy = _noisy_figures(
-            self.passes.model, self.tokens, self.passes.inputs, read, len(self.noisy_logprobs), step, self.arithmetic
+            self.passes.model, tokens, self.passes.inputs, read, len(self.noisy_logprobs), step, self.arithmetic
         )
         allowed = _spread(noisy, exact).allowed(exact, torch.float32)[:, 0] + self.rounding_of_all
         return float(_ratios(wanted, exact[:, 0], allowed).max())
@@ -336,7 +356,7 @@ class _Compared:
 
     def figures(self, logits: Logits) -> torch.Tensor:
         """Return gap and log probability of each token, `(tokens, 2)`."""
-        gaps = _at(logits.own, self.largest) - _at(logits.own, self.other)
+        gaps = _at(logits.choosing, self.largest) - _at(logits.choosing, self.other)
         return torch.stack([gaps, _at(logits.own.log_softmax(-1), self.chosen)], 1)
 
 
@@ -400,6 +420,11 @@ def _noisy_figures(
     return noisy
 
 
+def penalized_by(sampling: Sampling, tokens: Tokens) -> Tokens:
+    """Return a text as chosen with the penalties of a sampler, and by those that are stated where it has none."""
+    return replace(tokens, penalties=sampling.penalties) if sampling.penalizes else tokens
+
+
 def _spread(noisy: Sequence[torch.Tensor], exact: torch.Tensor) -> Spread:
     return Spread.of([each.to(torch.float32) for each in noisy], exact.contiguous())
 
@@ -447,14 +472,21 @@ def logits_of(output: torch.Tensor, tokens: Tokens, ends: tuple[int, ...]) -> Lo
     if int(chosen.max()) >= of_text.shape[-1]:
         raise InputError("the text has a token that the model has no logit for", got=int(chosen.max()))
     own = of_text[tokens.judged_places].to(torch.float64)
+    return _after_penalties(own, tokens, ends)
+
+
+def _after_penalties(own: torch.Tensor, tokens: Tokens, ends: tuple[int, ...]) -> Logits:
+    """Return a model's own logits, `(tokens, vocabulary)`, beside those that tokens are chosen by."""
+    choosing = penalized(own, tokens.prompt, tokens.ids, tokens.judged_places, tokens.penalties)
+    chosen = chosen_ids(tokens)
     goes_on = ~are_ends(chosen, ends)
     known_ends = [end for end in ends if end < own.shape[-1]]
     if not known_ends or not bool(goes_on.any()):
-        return Logits(own=own, without_ends=own)
-    without_ends = own.clone()
+        return Logits(own=own, choosing=choosing, without_ends=choosing)
+    without_ends = choosing.clone()
     for end in known_ends:
         without_ends[goes_on, end] = -math.inf
-    return Logits(own=own, without_ends=without_ends)
+    return Logits(own=own, choosing=choosing, without_ends=without_ends)
 
 
 def end_ids(model: Any) -> tuple[int, ...]:

@@ -13,11 +13,13 @@ from consistency.extras.serving.check_text.alternatives import active
 from consistency.extras.serving.check_text.arithmetic import log_softmax_error
 from consistency.extras.serving.check_text.differences import summarize
 from consistency.extras.serving.check_text.explaining import MOST_EXPLAINED
-from consistency.extras.serving.check_text.judged_text import chosen_ids
+from consistency.extras.serving.check_text.judged_text import chosen_ids, penalized_by
 from consistency.extras.serving.check_text.judging import FAR_OUTSIDE, Judging
 from consistency.extras.serving.check_text.options import sampling_of_logprobs
+from consistency.extras.serving.check_text.penalties import USUAL_PENALTIES
 from consistency.extras.serving.check_text.processing import (
     USUAL_SAMPLERS,
+    USUAL_TEMPERATURES,
     Logits,
     Processing,
     Ranking,
@@ -32,6 +34,12 @@ from consistency.extras.serving.check_text.summary import LogprobSummary
 
 _MOST_FITTED_TEXTS = 4
 """Wrong texts that a sampler's parameters are fitted to together."""
+
+_FEW_TOKENS = 16
+"""Tokens of each text by which penalties are compared."""
+
+_MOST_PENALTIES = 4
+"""Penalties that are held against all tokens, the nearest first."""
 
 _LEAST_DRAWS = 100
 """Tokens from which on the mean of their likelihood is nearly that of a normal distribution."""
@@ -60,20 +68,46 @@ def _processings(judging: Judging, numbers: Sequence[int]) -> Iterator[Processin
             yield Processing(sampling=after)
             yield Processing(sampling=after, is_end_masked=True)
     yield from _fitted_processings(judging, numbers[:_MOST_FITTED_TEXTS])
+    yield from _with_penalties(judging, numbers[:_MOST_FITTED_TEXTS])
 
 
 def _fitted_processings(judging: Judging, numbers: Sequence[int]) -> list[Processing]:
     """Return ways whose parameters are fitted to the tokens of some texts together."""
+    of_texts: list[Logits] = []
     rows: list[tuple[torch.Tensor, ...]] = []
     for number in numbers:
         text = judging.exact[number]
-        logprobs, logits = text.tokens.judged_logprobs, text.logits()
+        logprobs = text.tokens.judged_logprobs
         assert logprobs is not None
         is_given = logprobs.isfinite()
-        values = (logits.own, logits.without_ends, text.chosen, logprobs, text.allowed_logprobs)
-        rows.append(tuple(value[is_given] for value in values))
-    own, without_ends, chosen, wanted, allowed = (torch.cat(values) for values in zip(*rows, strict=True))
-    return processings_of(wanted, Logits(own=own, without_ends=without_ends), chosen, allowed)
+        of_texts.append(text.logits().at(is_given))
+        rows.append(tuple(value[is_given] for value in (text.chosen, logprobs, text.allowed_logprobs)))
+    chosen, wanted, allowed = (torch.cat(values) for values in zip(*rows, strict=True))
+    return processings_of(wanted, Logits.joined(of_texts), chosen, allowed)
+
+
+def _with_penalties(judging: Judging, numbers: Sequence[int]) -> list[Processing]:
+    """Return usual penalties, each with its nearest usual temperature, that come nearest to log probabilities."""
+    texts = [judging.exact[number] for number in numbers]
+    if any(text.tokens.penalties.penalizes for text in texts):
+        return []
+    squares: dict[Processing, float] = {}
+    for text in texts:
+        wanted = text.tokens.judged_logprobs
+        assert wanted is not None
+        few = _few_of(wanted)
+        for penalties, logits in text.logits_by_penalties(USUAL_PENALTIES):
+            for temperature in USUAL_TEMPERATURES:
+                processing = Processing(sampling=msgspec.structs.replace(penalties, temperature=temperature))
+                errors = processing.logprobs(logits.at(few), text.chosen[few])[:, 0] - wanted[few]
+                squares[processing] = squares.get(processing, 0.0) + float(errors.square().sum())
+    return sorted(squares, key=lambda processing: squares[processing])[:_MOST_PENALTIES]
+
+
+def _few_of(wanted: torch.Tensor) -> torch.Tensor:
+    """Return the places of the least likely tokens of a text, of those that have a log probability."""
+    given = wanted.isfinite().nonzero()[:, 0]
+    return given[wanted[given].argsort()[:_FEW_TOKENS]]
 
 
 def _ratios_of_processing(judging: Judging, processing: Processing, numbers: Sequence[int]) -> dict[int, float] | None:
@@ -95,7 +129,8 @@ def _as_processed(
     for number in numbers:
         result = results[number]
         if number not in ratios:
-            plain = plain_text(judging.run.model, judging.tokens[number], processing=processing)
+            tokens = penalized_by(processing.sampling, judging.tokens[number])
+            plain = plain_text(judging.run.model, tokens, processing=processing)
             ratios[number] = judging.screen.ratio(plain) / FAR_OUTSIDE
         if not ratios[number] <= 1:
             continue

@@ -16,7 +16,7 @@ wide as rounding makes them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from dataclasses import replace as replace_fields
 
@@ -78,7 +78,7 @@ _LEAST_SQUARE = 1e-14
 _NEAREST = 3
 """Usual samplers that are tried, those with the smallest squares."""
 
-_USUAL_TEMPERATURES = (1.0, 0.7, 0.6, 0.8, 0.9, 0.5, 1.2, 0.3, 0.2, 0.4, 0.1, 0.75, 0.95, 1.1, 1.5)
+USUAL_TEMPERATURES = (1.0, 0.7, 0.6, 0.8, 0.9, 0.5, 1.2, 0.3, 0.2, 0.4, 0.1, 0.75, 0.95, 1.1, 1.5)
 """Temperatures that are tried together with tokens left out: there the temperature cannot be fitted by itself."""
 
 
@@ -173,23 +173,43 @@ MODEL = Processing()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Logits:
-    """The logits that chose tokens, `(tokens, vocabulary)` float64, and the same with the end of the text ruled out."""
+    """The logits of the places in which tokens were chosen, `(tokens, vocabulary)` float64 each.
+
+    Attributes
+    ----------
+    own : torch.Tensor
+        The model's own.
+    choosing : torch.Tensor
+        Those that tokens are chosen by: after the sampler's penalties, where it has any.
+    without_ends : torch.Tensor
+        The same with the end of the text ruled out where the text goes on.
+    """
 
     own: torch.Tensor
+    choosing: torch.Tensor
     without_ends: torch.Tensor
 
     def of(self, *, is_end_masked: bool) -> torch.Tensor:
-        """Return the logits as they are, or with the end ruled out."""
-        return self.without_ends if is_end_masked else self.own
+        """Return the logits that tokens are chosen by, or these with the end ruled out."""
+        return self.without_ends if is_end_masked else self.choosing
 
     @property
     def masks_end(self) -> bool:
         """Report whether ruling out the end changes them."""
-        return self.own is not self.without_ends and not torch.equal(self.own, self.without_ends)
+        return self.choosing is not self.without_ends and not torch.equal(self.choosing, self.without_ends)
 
     def at(self, places: torch.Tensor) -> Logits:
         """Return those of some tokens."""
-        return Logits(own=self.own[places], without_ends=self.without_ends[places])
+        return Logits(own=self.own[places], choosing=self.choosing[places], without_ends=self.without_ends[places])
+
+    @classmethod
+    def joined(cls, of_texts: Sequence[Logits]) -> Logits:
+        """Return the logits of several texts one after the other."""
+        return cls(
+            own=torch.cat([logits.own for logits in of_texts]),
+            choosing=torch.cat([logits.choosing for logits in of_texts]),
+            without_ends=torch.cat([logits.without_ends for logits in of_texts]),
+        )
 
 
 def _log(probability: float) -> float:
@@ -412,7 +432,7 @@ def _leaving_out(
     All tokens are tried at one temperature after another, a few of them first: most temperatures fit none.
     """
     few = wanted.argsort()[:_MOST_FITTED]
-    for temperature in _USUAL_TEMPERATURES:
+    for temperature in USUAL_TEMPERATURES:
         slack = allowed / min(1.0, temperature)
         of_few = Ranking.of(logits[few], chosen[few], temperature)
         if of_few.counts_that_fit(wanted[few], slack[few]) is None:
@@ -434,7 +454,7 @@ def _nearest_usual(wanted: torch.Tensor, logits: torch.Tensor, chosen: torch.Ten
     wanted, chosen = wanted[few], chosen[few]
     sorted_once = Ranking.of(logits[few], chosen, 1.0)
     squares = {}
-    for temperature in _USUAL_TEMPERATURES:
+    for temperature in USUAL_TEMPERATURES:
         ranking = sorted_once.at(temperature)
         for usual in USUAL_SAMPLERS:
             sampling = replace(usual, temperature=temperature)

@@ -21,17 +21,45 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         Only the most likely tokens are left that have this probability together.
     min_p : float
         Only tokens are left that have this share of the most likely one's probability.
+    repetition_penalty : float
+        Logits of tokens that prompt or text have had are divided by it where they are positive, else multiplied.
+    presence_penalty, frequency_penalty : float
+        Subtracted from the logit of a token that the text has had: once, and as often as it was there.
+    penalty_last_n : int
+        Tokens, of prompt and text together, that all three penalties look back to; 0 for the whole text, and for the
+        repetition penalty the whole prompt.
     """
 
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    penalty_last_n: int = 0
 
     @property
     def leaves_out(self) -> bool:
         """Report whether it leaves some tokens out."""
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
+
+    @property
+    def penalizes(self) -> bool:
+        """Report whether it changes the logits of tokens that were there before."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    @property
+    def penalties(self) -> Sampling:
+        """Return its penalties alone."""
+        if not self.penalizes:
+            return NO_PENALTIES
+        return Sampling(
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            penalty_last_n=self.penalty_last_n,
+        )
 
     def __str__(self) -> str:
         """Return the settings that differ from the defaults: `temperature 0.7 and top-p 0.9`; empty where none does."""
@@ -44,4 +72,16 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             named.append(f"top-p {self.top_p:g}")
         if self.min_p:
             named.append(f"min-p {self.min_p:g}")
+        if self.repetition_penalty != 1.0:
+            named.append(f"repetition penalty {self.repetition_penalty:g}")
+        if self.presence_penalty:
+            named.append(f"presence penalty {self.presence_penalty:g}")
+        if self.frequency_penalty:
+            named.append(f"frequency penalty {self.frequency_penalty:g}")
+        if self.penalizes and self.penalty_last_n:
+            named[-1] += f" over the last {self.penalty_last_n} tokens"
         return " and ".join(named)
+
+
+NO_PENALTIES = Sampling()
+"""A sampler without penalties."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import msgspec
 
 _TELLS_NOTHING = 1.0
-"""Threshold of the mean from which on it rules nothing out: a factor of e at every token."""
+"""Threshold from which on it rules nothing out: a factor of e at every token."""
 
 
 class Differences(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,8 +83,9 @@ class LogprobSummary(msgspec.Struct, frozen=True, kw_only=True):
         """Yield the figures in words, one line for the texts and one for healthy passes."""
         yield f"  these texts: {self.found.words()}"
         yield f"  two healthy passes in {dtype}: {self.healthy.words()}"
-        of_mean = f"mean {self.mean_threshold:.2g}"
-        if self.mean_threshold > _TELLS_NOTHING:
-            of_mean = "too few texts for one of the mean"
-        of_sizes = f"mean |difference| {self.threshold:.2g}"
-        yield f"  thresholds for this model in {dtype} and these texts: {of_sizes}, {of_mean}"
+        thresholds = {"mean |difference|": self.threshold, "mean": self.mean_threshold}
+        parts = [f"{name} {value:.2g}" for name, value in thresholds.items() if value <= _TELLS_NOTHING]
+        untold = [name for name, value in thresholds.items() if not value <= _TELLS_NOTHING]
+        if untold:
+            parts.append(f"too few texts for one of the {' and the '.join(untold)}")
+        yield f"  thresholds for this model in {dtype} and these texts: {', '.join(parts)}"

@@ -58,6 +58,12 @@ class TextCause(Explanation):
         "after another prompt: {}",
         "compare the chat template and its options of the engine with the tokenizer's, or send the engine token ids",
     )
+    PENALTY = (
+        "penalty",
+        "with a {}",
+        "state it by --sampling (temperature=0,repetition_penalty=1.1 where nothing is drawn), or leave it out in the "
+        "engine: many take repetition_penalty from the base's generation_config.json",
+    )
     CACHE = (
         "rounded-cache",
         "with keys and values in {}",

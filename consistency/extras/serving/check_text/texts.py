@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from consistency.errors import InputError, first_line
 from consistency.extras.serving.check_text.files import read_records
 from consistency.extras.serving.check_text.formats.registry import texts_of
 from consistency.extras.serving.check_text.pieces import REPLACEMENT, ids_of_pieces
+from consistency.extras.serving.check_text.sampling import NO_PENALTIES, Sampling
 from consistency.extras.serving.check_text.written import Text
 
 __all__ = ["Text", "Tokens", "encoded", "other_tokens", "read_texts"]
@@ -35,6 +36,8 @@ class Tokens:
         Largest error of each log probability that comes from how many digits the file has.
     trainer_logprobs : list of float, or None
         The same as `logprobs`, as the trainer computed them.
+    penalties : Sampling
+        The penalties by which its tokens were chosen, as far as they are stated.
     """
 
     prompt: list[int]
@@ -44,6 +47,7 @@ class Tokens:
     judged: list[bool] | None = None
     logprob_rounding: float = 0.0
     trainer_logprobs: list[float] | None = None
+    penalties: Sampling = NO_PENALTIES
 
     @property
     def judged_places(self) -> list[int]:
@@ -210,4 +214,4 @@ def other_tokens(tokens: Tokens, place: int, largest: int, tokenizer: Any) -> It
         return
     ids = [*first_ids, *_encode(tokenizer, wanted[len(first_words) :], adds_special=False)]
     if tokenizer.decode(ids) == wanted:
-        yield Tokens(prompt=tokens.prompt, ids=ids, is_exact=False)
+        yield replace(tokens, ids=ids)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import msgspec
@@ -10,7 +11,9 @@ import pytest
 import torch
 
 from consistency.errors import InputError
+from consistency.extras.serving.check_text.differences import differences_of
 from consistency.extras.serving.check_text.judge_texts import check_rollouts, check_text
+from consistency.extras.serving.check_text.summary import LogprobSummary
 from consistency.extras.serving.check_text.texts import Text
 from tests.extras.serving.check_text.made_texts import LORA, PROMPTS, loaded, texts_of
 from tests.worker.model.made_models import case_of, on_llama
@@ -120,3 +123,17 @@ def test_how_many_tokens_more_would_tell_the_adapter(llama: Path) -> None:
     assert needed[0.2] is not None
     assert needed[0.02] > needed[0.2]
     assert needed[0.02] > 6
+
+
+@pytest.mark.parametrize(
+    ("threshold", "mean_threshold", "wanted"),
+    [
+        (0.1, 0.02, "these texts: mean |difference| 0.1, mean 0.02"),
+        (0.1, math.inf, "these texts: mean |difference| 0.1, too few texts for one of the mean"),
+        (3.3, math.inf, "these texts: too few texts for one of the mean |difference| and the mean"),
+    ],
+)
+def test_a_threshold_that_rules_nothing_out_is_not_told(threshold: float, mean_threshold: float, wanted: str) -> None:
+    figures = differences_of(torch.tensor([0.1, -0.1], dtype=torch.float64))
+    summary = LogprobSummary(found=figures, healthy=figures, threshold=threshold, mean_threshold=mean_threshold)
+    assert list(summary.lines("float32"))[-1].endswith(wanted)

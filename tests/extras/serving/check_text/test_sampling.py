@@ -57,7 +57,7 @@ def test_a_sampler_is_found_from_the_log_probabilities(sampling: Sampling, noise
     # some tokens are certain and others are not: top-k tells of these, and top-p of those
     sharpness = torch.linspace(0.5, 5.0, 200, dtype=torch.float64)[:, None]
     own = torch.randn(200, 500, generator=generator, dtype=torch.float64) * sharpness
-    logits = Logits(own=own, without_ends=own)
+    logits = Logits(own=own, choosing=own, without_ends=own)
     processing = Processing(sampling=sampling)
     drawn_from = (own / sampling.temperature).masked_fill(
         ~processing.kept(logits, own.argmax(-1)) if sampling.leaves_out else torch.zeros_like(own, dtype=torch.bool),
@@ -75,7 +75,7 @@ def test_no_sampler_is_found_where_none_was() -> None:
     own = torch.randn(200, 500, generator=generator, dtype=torch.float64) * 4
     chosen = torch.multinomial(own.softmax(-1), 1, generator=generator)[:, 0]
     other = torch.randn(200, generator=generator, dtype=torch.float64) - 3
-    logits = Logits(own=own, without_ends=own)
+    logits = Logits(own=own, choosing=own, without_ends=own)
     found = processings_of(other, logits, chosen, torch.full((200,), 1e-5, dtype=torch.float64))
     for processing in found:  # the nearest are given, and each is far off
         errors = processing.logprobs(logits, chosen)[:, 0] - other
@@ -84,7 +84,7 @@ def test_no_sampler_is_found_where_none_was() -> None:
 
 def test_tokens_that_a_sampler_does_not_leave() -> None:
     own = torch.tensor([[4.0, 3.0, 2.0, 1.0, 0.0]], dtype=torch.float64).expand(3, 5)
-    logits = Logits(own=own, without_ends=own)
+    logits = Logits(own=own, choosing=own, without_ends=own)
     chosen = torch.tensor([0, 2, 4])
     slack = torch.zeros(3, dtype=torch.float64)
     assert Processing(sampling=Sampling(top_k=3)).places_outside(logits, chosen, slack).tolist() == [2]

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from msgspec.structs import replace
+
 from consistency.errors import InputError
 from consistency.extras.serving.check_text.sampling import Sampling
 from consistency.extras.serving.check_text.written import Text
@@ -187,26 +189,52 @@ _ALL_TOKENS = 1 << 30
 """The top-k that SGLang writes for all tokens (`sampling_params.py`, `TOP_K_ALL`)."""
 
 
+_NAMES_OF_SETTINGS = {
+    **{name: name for name in Sampling.__struct_fields__},
+    # llama.cpp
+    "repeat_penalty": "repetition_penalty",
+    "repeat_last_n": "penalty_last_n",
+}
+"""The names that engines give the settings of a sampler."""
+
+
 def sampling_of(settings: Any) -> Sampling | None:
     """Return how tokens were drawn, of settings by the names that engines give them; None where none is there."""
     if not isinstance(settings, Mapping):
         return None
     numbers: dict[str, float] = {}
-    for name in ("temperature", "top_k", "top_p", "min_p"):
+    for name, setting in _NAMES_OF_SETTINGS.items():
         value = settings.get(name)
         if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
-            numbers[name] = value
+            numbers[setting] = value
     if not numbers:
         return None
     top_k = int(numbers.get("top_k", 0))
     if top_k < 0 or top_k >= _ALL_TOKENS:
         top_k = 0
-    return Sampling(
+    sampling = Sampling(
         temperature=max(float(numbers.get("temperature", 1.0)), 0.0),
         top_k=top_k,
         top_p=float(numbers.get("top_p", 1.0)),
         min_p=float(numbers.get("min_p", 0.0)),
     )
+    return _with_penalties(sampling, numbers)
+
+
+def _with_penalties(sampling: Sampling, numbers: Mapping[str, float]) -> Sampling:
+    """Return a sampler with its penalties; llama.cpp takes none with 0 to look back to, and -1 is all that it has."""
+    last = numbers.get("penalty_last_n")
+    if last == 0:
+        return sampling
+    penalized = replace(
+        sampling,
+        repetition_penalty=float(numbers.get("repetition_penalty", 1.0)) or 1.0,
+        presence_penalty=float(numbers.get("presence_penalty", 0.0)),
+        frequency_penalty=float(numbers.get("frequency_penalty", 0.0)),
+    )
+    if last is None or not penalized.penalizes:
+        return penalized
+    return replace(penalized, penalty_last_n=_ALL_TOKENS if last < 0 else int(last))
 
 
 def as_step(value: Any) -> str:
