@@ -35,9 +35,13 @@ from consistency.case.case import Case
 from consistency.case.named_adapters import NamedAdapter
 from consistency.extras.serving.check_text.judge_texts import check_text
 from consistency.extras.serving.check_text.texts import Text
+from consistency.worker.environment import release
 
 _PROMPT = 24
 """Tokens of a prompt."""
+
+_CACHE = "cache" if release("transformers") >= (5, 24) else "past_key_values"
+"""Name of the cache in what a model takes and returns."""
 
 _OFF_FROM = 10
 """Token from which on the adapter is off, where an engine loses it."""
@@ -208,9 +212,9 @@ class RolloutWriter:
             positions = (mask.cumsum(-1) - 1).clamp_min(0)[:, -new.shape[1] :]
             with kind.change(self.model, place):
                 output = self.model(
-                    input_ids=new, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
+                    input_ids=new, attention_mask=mask, position_ids=positions, use_cache=True, **{_CACHE: cache}
                 )
-            logits, cache = output.logits[:, -1].float(), output.past_key_values
+            logits, cache = output.logits[:, -1].float(), output[_CACHE]
             without_end = logits.clone()
             without_end[:, self.ends] = -torch.inf
             processed = processors(ids, without_end if kind.masks_end else logits)

@@ -2,7 +2,7 @@
 
     tox -e corner-oldest-py313                              # one corner of the supported versions: `tox list`
     python -m benchmarks.versions FILE                      # what tox runs: the versions of this Python, into FILE
-    python -m benchmarks.versions --write build/versions    # the page, of all files there
+    python -m benchmarks.versions --write build/versions    # the page: rows of all files there in place of earlier ones
 
 Run from the root of the repository, with the environment's Python; the installed package is used. The tests are those
 that start no process, and the built-in cases in float32 on two kernel variants, each in a process of its own. The exit
@@ -12,6 +12,7 @@ status is 1 where a test fails or a case is not consistent.
 from __future__ import annotations
 
 import argparse
+import datetime
 import importlib.metadata
 import json
 import platform
@@ -20,6 +21,7 @@ import sys
 import tempfile
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +47,10 @@ class Corner(msgspec.Struct, frozen=True, kw_only=True):
         The verdict of each built-in case, or the last line that it printed where it has none.
     failed : tuple of str
         The tests that failed, by class and name as JUnit XML has them.
+    kernels : str
+        The instruction set of torch's kernels on the processor that it was run on, as a report names it.
+    date : str
+        The day on which it was run: ISO 8601, UTC.
     """
 
     python: str
@@ -52,6 +58,8 @@ class Corner(msgspec.Struct, frozen=True, kw_only=True):
     tests: dict[str, int]
     cases: dict[str, str]
     failed: tuple[str, ...] = ()
+    kernels: str
+    date: str
 
     @property
     def passed(self) -> bool:
@@ -62,12 +70,21 @@ def run(options: list[str]) -> Corner:
     """Run all that a corner has to pass, with this Python."""
     with tempfile.TemporaryDirectory(prefix="consistency-versions-") as scratch:
         cases = {name: _verdict(name, Path(scratch) / name) for name in BUILT_IN}
+        kernels = _kernels(Path(scratch) / BUILT_IN[0])
         results = Path(scratch) / "results.xml"
         command = [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={results}"]
         subprocess.run([*command, *(options or FAST)], check=False)
         tests, failed = _counted(results)
     versions = {name: importlib.metadata.version(name) for name in PACKAGES}
-    return Corner(python=platform.python_version(), versions=versions, tests=tests, cases=cases, failed=failed)
+    return Corner(
+        python=platform.python_version(),
+        versions=versions,
+        tests=tests,
+        cases=cases,
+        failed=failed,
+        kernels=kernels,
+        date=datetime.datetime.now(datetime.UTC).date().isoformat(),
+    )
 
 
 def _verdict(name: str, out: Path) -> str:
@@ -79,6 +96,15 @@ def _verdict(name: str, out: Path) -> str:
         found: dict[str, Any] = json.loads((out / "report.json").read_text(encoding="utf-8"))
         return str(found["verdict"])
     return next(iter((done.stderr or done.stdout).strip().splitlines()[-1:]), f"exit status {done.returncode}")
+
+
+def _kernels(out: Path) -> str:
+    """Return the architecture of the worker `cpu` in a report, without that of the machine; empty without a report."""
+    if not (out / "report.json").exists():
+        return ""
+    found: dict[str, Any] = json.loads((out / "report.json").read_text(encoding="utf-8"))
+    architecture = next(worker["architecture"] for worker in found["workers"] if worker["name"] == "cpu")
+    return str(architecture.partition(" ")[2])
 
 
 def _counted(results: Path) -> tuple[dict[str, int], tuple[str, ...]]:
@@ -95,17 +121,27 @@ def _counted(results: Path) -> tuple[dict[str, int], tuple[str, ...]]:
     return dict(counts), tuple(failed)
 
 
-def table(corners: dict[str, Corner]) -> str:
+SHOWN = ("torch", "transformers", "peft", "numpy")
+TITLES = ("`tox -e`", "Python", *SHOWN, "kernels", "built-in cases", "tests passed", "skipped", "failed", "date")
+
+
+def row_of(name: str, corner: Corner) -> tuple[str, ...]:
+    """Return the row of a corner in the table of the page."""
+    verdicts = ", ".join(dict.fromkeys(corner.cases.values()))
+    counts = (str(corner.tests[what]) for what in ("passed", "skipped", "failed"))
+    versions = (corner.versions[package] for package in SHOWN)
+    return (f"`{name}`", corner.python, *versions, corner.kernels, verdicts, *counts, corner.date)
+
+
+def rows_of(page: str) -> list[tuple[str, ...]]:
+    """Return the rows that the page has."""
+    lines = [line for line in page.splitlines() if line.startswith("| `corner-")]
+    return [tuple(cell.strip() for cell in line.strip("| ").split("|")) for line in lines]
+
+
+def table(rows: Iterable[tuple[str, ...]]) -> str:
     """Return the table of the page: a corner for each line, the newest versions first."""
-    shown = ("torch", "transformers", "peft", "numpy")
-    lines: list[tuple[str, ...]] = [
-        ("`tox -e`", "Python", *shown, "built-in cases", "tests passed", "skipped", "failed"),
-        ("---",) * 10,
-    ]
-    for name, one in corners.items():
-        verdicts = ", ".join(dict.fromkeys(one.cases.values()))
-        counts = (str(one.tests[what]) for what in ("passed", "skipped", "failed"))
-        lines.append((f"`{name}`", one.python, *(one.versions[package] for package in shown), verdicts, *counts))
+    lines = [TITLES, ("---",) * len(TITLES), *sorted(rows, key=_newest, reverse=True)]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
@@ -116,9 +152,10 @@ def main() -> int:
     given, options = parser.parse_known_args()
     if given.write:
         files = sorted(given.where.glob("*.json"))
-        corners = {file.stem: msgspec.json.decode(file.read_bytes(), type=Corner) for file in files}
-        order = sorted(corners, key=lambda name: _newest(corners[name]), reverse=True)
-        show({"corners": table({name: corners[name] for name in order})}, PAGE, write=True)
+        made = [row_of(file.stem, msgspec.json.decode(file.read_bytes(), type=Corner)) for file in files]
+        # a corner that was not run again keeps its row, with its date
+        rows = {row[0]: row for row in (*rows_of(PAGE.read_text(encoding="utf-8")), *made)}
+        show({"corners": table(rows.values())}, PAGE, write=True)
         return 0
     found = run(options)
     given.where.parent.mkdir(parents=True, exist_ok=True)
@@ -127,8 +164,10 @@ def main() -> int:
     return 0 if found.passed else 1
 
 
-def _newest(corner: Corner) -> tuple[Version, ...]:
-    return (*(Version(corner.versions[name]) for name in PACKAGES[:3]), Version(corner.python))
+def _newest(row: tuple[str, ...]) -> tuple[Version, ...]:
+    """Return the versions of torch, transformers, PEFT and Python of a row."""
+    cells = dict(zip(TITLES, row, strict=True))
+    return tuple(Version(cells[title]) for title in (*SHOWN[:3], "Python"))
 
 
 if __name__ == "__main__":

@@ -69,6 +69,20 @@ def _as_text(value: object) -> str | None:
     return None if value is None else str(value)
 
 
+class UnwrittenOutputError(ConsistencyError):
+    """The output of a command cannot be written, such as on a full disk; its verdict is not lost with it.
+
+    Parameters
+    ----------
+    exit_status : int
+        That of the verdict; the error has it too, unless it is 0: what was asked for is not there.
+    """
+
+    def __init__(self, what: str, *, exit_status: int = 0, got: object = None) -> None:
+        super().__init__(what, got=got)
+        self.exit_status = exit_status or ConsistencyError.exit_status
+
+
 class UsageError(ConsistencyError):
     """An unknown option, device or stage, or a value that cannot be used."""
 

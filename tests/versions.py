@@ -61,6 +61,14 @@ loads_by_transformers = pytest.mark.skipif(
 )
 
 
+CACHE = "cache" if release("transformers") >= (5, 24) else "past_key_values"
+"""Name of the cache in what a model takes and returns."""
+
+_PREPARED = inspect.getsource(peft.PeftModelForCausalLM.prepare_inputs_for_generation)
+LOSES_THE_CACHE = CACHE == "cache" and 'get("cache"' not in _PREPARED
+"""Whether this PEFT looks for the cache under its former name alone, when it generates a text."""
+
+
 def needs_method(config: str) -> pytest.MarkDecorator:
     """Skip a test of a method that the installed PEFT may not have."""
     version = importlib.metadata.version("peft")

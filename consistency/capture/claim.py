@@ -62,7 +62,8 @@ def claimed(claim: Path, *, wait_s: float = 0.0) -> Iterator[None]:
         import platform  # takes longer than all that a command without a claim needs of this module
 
         now = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
-        os.write(descriptor, f"process {os.getpid()} on {platform.node()}, since {now}\n".encode())
+        with suppress(OSError):  # a full disk: the lock holds without a text of who has it
+            os.write(descriptor, f"process {os.getpid()} on {platform.node()}, since {now}\n".encode())
         yield
     finally:
         with suppress(OSError):

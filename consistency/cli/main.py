@@ -11,10 +11,11 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn, TextIO
+from typing import Any, NoReturn, TextIO, cast
 
 from consistency.capture.origin import running
 from consistency.capture.version import __version__
+from consistency.cli.output_streams import LossyStream, discard
 from consistency.cli.parser import CLOSED_PIPE, OF_EVERY_COMMAND, OUR_MISTAKE, VERDICT, Parser, adder, layout
 from consistency.errors import ConsistencyError, InterruptedRunError, UsageError, first_line
 from consistency.optional import is_there
@@ -54,6 +55,7 @@ _LIBRARIES = ("torch", "transformers", "peft")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
     _open_closed_streams()
+    _keep_on_a_full_disk()
     for number in _STOPPING:
         if signal.getsignal(number) is not signal.SIG_IGN:  # `nohup` ignores SIGHUP
             signal.signal(number, _terminate)
@@ -64,10 +66,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             # here, and not when Python ends: an error of the output has to decide the exit status
             sys.stdout.flush()
     except BrokenPipeError:
-        _discard(sys.stdout, sys.stderr)  # the reader has seen enough
+        discard(sys.stdout, sys.stderr)  # the reader has seen enough
         return CLOSED_PIPE
     except OSError as error:
-        _discard(sys.stdout)
+        discard(sys.stdout)
         _complain(str(ConsistencyError("cannot write the output", got=error)))
         return 2
 
@@ -80,6 +82,12 @@ def _open_closed_streams() -> None:
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
+
+
+def _keep_on_a_full_disk() -> None:
+    """Let messages that cannot be written be lost: where stderr is a file on a full disk, the verdict is not."""
+    if sys.stderr is not None and sys.stderr is sys.__stderr__:
+        sys.stderr = cast("TextIO", LossyStream(cast("TextIO", sys.stderr)))
 
 
 def _answer(arguments: Sequence[str]) -> int:
@@ -225,13 +233,6 @@ def _mistake(error: Exception) -> ConsistencyError:
         got=traceback.format_exception_only(error)[-1].strip()[:_MOST_TEXT],
         hint=f"please report it to the project, with what {TRACEBACK}=1 in the environment prints",
     )
-
-
-def _discard(*streams: TextIO) -> None:
-    """Drop the rest in the buffers of streams: it must not fail once more when Python flushes them."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    for stream in streams:
-        os.dup2(nowhere, stream.fileno())
 
 
 def _complain(text: str) -> None:

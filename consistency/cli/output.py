@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from consistency.cli.output_streams import stating_verdict
 from consistency.errors import CaptureError, UsageError
 from consistency.report.formats import Chosen, View, formats
 
@@ -116,9 +118,11 @@ def show(
     view = View(elapsed_s=elapsed_s, verbose=parsed.verbose, folder=None if out is None else str(out))
     name = "json" if parsed.json else parsed.format or "text"
     row = next(row for row in formats(Chosen.FORMAT, of_suite=of_suite) if row.name == name)
-    sys.stdout.buffer.writelines(row.render(found, view))
-    sys.stdout.flush()
-    _write_files(parsed, found, view, of_suite=of_suite)
+    with ExitStack() as stack:
+        # even where stdout cannot be written: the files may be on another disk
+        stack.callback(_write_files, parsed, found, view, of_suite=of_suite)
+        with stating_verdict(found.verdict, found.exit_status):
+            sys.stdout.buffer.writelines(row.render(found, view))
 
 
 def show_weights(parsed: argparse.Namespace, found: Comparison, elapsed_s: float) -> int:
@@ -128,25 +132,32 @@ def show_weights(parsed: argparse.Namespace, found: Comparison, elapsed_s: float
     from consistency.report.terminal import print_weights
 
     folder = None if parsed.out is None else str(parsed.out)
-    if parsed.json:
-        sys.stdout.buffer.write(as_bytes(found))
-    else:
-        title, verbose = parsed.parser.prog, parsed.verbose
-        print_weights(found, make_console(), title=title, elapsed_s=elapsed_s, verbose=verbose, folder=folder)
-    _write_files(parsed, found, View(elapsed_s=elapsed_s, folder=folder), of_suite=False)
+    with ExitStack() as stack:
+        # even where stdout cannot be written: the files may be on another disk
+        stack.callback(_write_files, parsed, found, View(elapsed_s=elapsed_s, folder=folder), of_suite=False)
+        with stating_verdict(found.verdict, found.exit_status):
+            if parsed.json:
+                sys.stdout.buffer.write(as_bytes(found))
+            else:
+                title, verbose = parsed.parser.prog, parsed.verbose
+                print_weights(found, make_console(), title=title, elapsed_s=elapsed_s, verbose=verbose, folder=folder)
     return found.exit_status
 
 
 def _write_files(parsed: argparse.Namespace, found: Comparison | SuiteResult, view: View, *, of_suite: bool) -> None:
     """Write the files that options ask for."""
+    for row in formats(Chosen.OPTION, of_suite=of_suite):
+        path = getattr(parsed, row.name, None)
+        if path is not None:
+            write_file(path, row.render(found, view))
+
+
+def write_file(path: Path, content: Iterable[bytes]) -> None:
+    """Write a file that an option asks for; where that fails, say so: the verdict is more than a file of it."""
     from consistency.capture.whole_file import write_whole
     from consistency.text import clean
 
-    for row in formats(Chosen.OPTION, of_suite=of_suite):
-        path = getattr(parsed, row.name, None)
-        if path is None:
-            continue
-        try:
-            write_whole(path, row.render(found, view))
-        except CaptureError as error:  # the verdict is more than a file of it
-            print(f"consistency: {clean(str(error))}", file=sys.stderr)
+    try:
+        write_whole(path, content)
+    except CaptureError as error:
+        print(f"consistency: {clean(str(error))}", file=sys.stderr)

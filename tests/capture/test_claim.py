@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -9,10 +10,11 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
-from consistency.capture.claim import CLAIM, PARTIAL, claimed, is_abandoned, scratch_folder
+from consistency.capture.claim import CLAIM, PARTIAL, claimed, is_abandoned, is_held, scratch_folder
 from consistency.capture.whole_file import WholeFile, put_in_place, remove_leftovers
 from consistency.capture.writer import CaptureWriter
 from consistency.errors import CaptureError
@@ -44,6 +46,14 @@ def start_holder(claim: Path) -> tuple[subprocess.Popen[str], Path]:
     holder = subprocess.Popen([sys.executable, "-c", _HOLD, str(claim)], stdout=subprocess.PIPE, text=True)
     assert holder.stdout is not None
     return holder, Path(holder.stdout.readline().strip())
+
+
+def test_a_full_disk_has_room_for_a_claim_without_text(tmp_path: Path) -> None:
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    with patch.object(os, "write", side_effect=full) as write, claimed(tmp_path / CLAIM):
+        assert write.called
+        assert is_held(tmp_path / CLAIM)
+    assert not (tmp_path / CLAIM).exists()
 
 
 @pytest.mark.process

@@ -532,6 +532,42 @@ def test_output_that_cannot_be_written(word: str, finished_run: FinishedRun) -> 
     assert "Exception ignored" not in done.stderr
 
 
+@pytest.mark.process
+@pytest.mark.parametrize(("other", "status", "verdict"), [("llama", 2, "consistent"), ("gpt2", 1, "inconsistent")])
+def test_a_verdict_that_cannot_be_printed_is_said_on_stderr(other: str, status: int, verdict: str) -> None:
+    """Where it is `consistent`, the status is not 0: what was asked for is not there."""
+    words = ("diff", "fixtures/llama/adapter", f"fixtures/{other}/adapter")
+    for options in ((), ("--json",)):
+        with Path("/dev/full").open("w") as full:
+            done = subprocess.run(
+                command(*words, *options), stdout=full, stderr=subprocess.PIPE, text=True, check=False
+            )
+        assert done.returncode == status
+        assert done.stderr.startswith(f"consistency: the verdict is {verdict}, but the output cannot be written")
+        assert "Traceback" not in done.stderr
+
+
+@pytest.mark.process
+def test_an_error_that_cannot_be_printed_has_its_status() -> None:
+    """As in a job whose log is on a full disk: 1 would say that devices differ."""
+    for words in (("show", "/nowhere"), ("run", "--nonsense"), ("devices", "--nonsense")):
+        with Path("/dev/full").open("w") as full:
+            done = subprocess.run(command(*words), stdout=subprocess.PIPE, stderr=full, check=False)
+        assert (done.returncode, done.stdout) == (2, b"")
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_a_run_whose_progress_cannot_be_written() -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            command("run", "--devices", "cpu", "--stages", "adapter", "--level", "quick"),
+            stdout=subprocess.PIPE, stderr=full, check=False,
+        )  # fmt: skip
+    assert done.returncode == 0
+    assert b"CONSISTENT" in done.stdout
+
+
 @pytest.mark.slow
 @pytest.mark.process
 def test_a_run_whose_progress_nobody_reads(tmp_path: Path, worker_commands: Callable[[], list[str]]) -> None:

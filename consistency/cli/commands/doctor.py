@@ -25,6 +25,7 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
 
 def _doctor(parsed: argparse.Namespace) -> int:
     """Run the command."""
+    from consistency.cli.output_streams import stating_verdict
     from consistency.cli.progress import progress
     from consistency.comparison.findings.host import as_table
     from consistency.report.console import make_console
@@ -35,9 +36,10 @@ def _doctor(parsed: argparse.Namespace) -> int:
     plan = doctor_plan(read_case(parsed))
     with progress(expected=pipeline.expected(plan), quiet=parsed.quiet) as watch:
         report = pipeline.run(plan, parsed.out, watch=watch, replace=parsed.force)
-    if parsed.json:
-        print_json(as_table(report.comparison))
-    else:
-        folder = None if parsed.out is None else str(parsed.out)
-        print_doctor(report.comparison, make_console(), elapsed_s=report.elapsed_s, folder=folder)
+    with stating_verdict(report.verdict, report.exit_status):
+        if parsed.json:
+            print_json(as_table(report.comparison))
+        else:
+            folder = None if parsed.out is None else str(parsed.out)
+            print_doctor(report.comparison, make_console(), elapsed_s=report.elapsed_s, folder=folder)
     return report.exit_status

@@ -25,7 +25,7 @@ from consistency.testing.within import within_rounding
 PASSES = 4
 """Passes with noise: a block's results have many rows, and the check must not take long."""
 
-_CACHES = ("past_key_values", "past_key_value", "cache_position", "layer_past")
+_CACHES = ("past_key_values", "past_key_value", "cache_position", "layer_past", "cache")
 """Arguments that hold what earlier tokens left: there are none in a training, and a block would add to them."""
 
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from consistency.capture.whole_file import write_fully
+from consistency.comparison import kinds
 from consistency.comparison.result import (
     ArchitectureGroup,
     Comparison,
@@ -49,8 +52,14 @@ def write_line(folder: Path, step: int, outcome: CheckOutcome, elapsed_s: float)
         line["findings"] = [discovery.message for discovery in outcome.discoveries]
     line |= outcome.figures
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / LINES).open("a", encoding="utf-8") as file:
-        file.write(f"{json.dumps(line)}\n")
+    with (folder / LINES).open("ab", buffering=0) as file:
+        size = file.tell()
+        try:
+            write_fully(file.fileno(), f"{json.dumps(line)}\n".encode())
+        except OSError:
+            with suppress(OSError):
+                file.truncate(size)  # half a line would spoil the next one
+            raise
 
 
 def as_comparison(discoveries: Sequence[Discovery], *, title: str, places: Sequence[str], steps: str) -> Comparison:
@@ -134,10 +143,11 @@ def _rows(discoveries: Sequence[Discovery], names: Sequence[str]) -> list[Tensor
     ]
 
 
-def write_report(folder: Path, comparison: Comparison, began_s: float) -> Comparison:
-    """Write the files of a report, in place of those of an earlier step."""
+def write_report(folder: Path, comparison: Comparison, began_s: float) -> list[str]:
+    """Write the files of a report, in place of those of an earlier step; return a text for each that was not."""
     folder.mkdir(parents=True, exist_ok=True)
-    return write_reports(with_provenance(comparison, time.monotonic() - began_s), folder)
+    written = write_reports(with_provenance(comparison, time.monotonic() - began_s), folder)
+    return [finding.message for finding in written.findings if finding.kind == kinds.UNWRITTEN]
 
 
 def statement(comparison: Comparison) -> Statement:

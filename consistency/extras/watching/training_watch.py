@@ -20,8 +20,9 @@ from typing import Any, Literal
 import torch
 
 from consistency.capture.names import split_name
+from consistency.capture.whole_file import write_whole
 from consistency.capture.wording import counted
-from consistency.errors import ConsistencyError, UsageError, first_line
+from consistency.errors import CaptureError, ConsistencyError, UsageError, first_line
 from consistency.extras.watching import report
 from consistency.extras.watching.agreement import (
     BUFFER,
@@ -140,6 +141,7 @@ class Watch:
         self._is_checking = False
         self._was_not_finite = False
         self._said: set[tuple[Any, ...]] = set()
+        self._unwritten: set[str] = set()
         self._standstill = Standstill(
             self._talk,
             self._places,
@@ -331,9 +333,12 @@ class Watch:
             outcome.not_checked = "the first rank does" if self._talk.rank else "no folder, or a split model"
             return outcome
         if self._first_step == 0 and self._resumed_from is None:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(json.dumps(self._start), encoding="utf-8")
             outcome.not_checked = "the training begins"
+            try:
+                file.parent.mkdir(parents=True, exist_ok=True)
+                write_whole(file, [json.dumps(self._start).encode()])
+            except (OSError, CaptureError) as error:  # a full disk ends no training
+                outcome.not_checked = f"the training begins, and {_unwritten(file, error)}"
             return outcome
         try:
             start: Digests = json.loads(file.read_text(encoding="utf-8"))
@@ -382,28 +387,46 @@ class Watch:
         if self.folder is not None:
             for number, (outcome, elapsed_s) in enumerate(outcomes):
                 outcome.discoveries = [found for discoveries in by_rank for found in discoveries[number]]
-                report.write_line(self.folder, step, outcome, elapsed_s)
+                self._write_line(step, outcome, elapsed_s)
         self._report(step, new)
+
+    def _write_line(self, step: int, outcome: CheckOutcome, elapsed_s: float) -> None:
+        """Write a check down; where that cannot be done, such as on a full disk, say so and let the training go on."""
+        if self.folder is None:
+            return
+        try:
+            report.write_line(self.folder, step, outcome, elapsed_s)
+        except OSError as error:
+            self._say_unwritten(_unwritten(self.folder / report.LINES, error))
+
+    def _say_unwritten(self, text: str) -> None:
+        """Say what cannot be written, each once: hours of checks may find the same full disk."""
+        if text not in self._unwritten:
+            self._unwritten.add(text)
+            _say(text)
 
     def _report(self, step: int, new: Sequence[Discovery]) -> None:
         """Print what was found by now, and write the report of all that was found."""
         for discovery in new:
-            print(f"consistency.watch: {discovery.severity}: {discovery.message}", file=sys.stderr, flush=True)
+            _say(f"{discovery.severity}: {discovery.message}")
         if new and self.folder is not None:
             title = type(self._watched.model).__name__
             steps = f"steps {self._first_step + 1} to {step}, checked every {self.every}"
             comparison = report.as_comparison(self.findings, title=title, places=self._places, steps=steps)
-            with suppress(OSError):
-                report.write_report(self.folder, comparison, self._began_s)
-            print(f"consistency.watch: consistency show {self.folder}", file=sys.stderr, flush=True)
+            try:
+                unwritten = report.write_report(self.folder, comparison, self._began_s)
+            except OSError as error:
+                unwritten = [_unwritten(self.folder, error)]
+            for text in unwritten:
+                self._say_unwritten(text)
+            if not unwritten:
+                _say(f"consistency show {self.folder}")
 
     def _say_standstill(self, discovery: Discovery) -> None:
         """Report that the training stands still, in another thread than it."""
         self.findings.append(discovery)
         outcome = CheckOutcome(check="the training moves", discoveries=[discovery])
-        if self.folder is not None:
-            with suppress(OSError):
-                report.write_line(self.folder, self._done + 1, outcome, 0.0)
+        self._write_line(self._done + 1, outcome, 0.0)
         self._report(self._done + 1, [discovery])
 
     def _end_standstill(self) -> None:
@@ -419,6 +442,16 @@ class Watch:
             worst = next(discovery for discovery in new if discovery.severity != "note")
             where = None if self.folder is None else f"consistency show {self.folder}"
             raise TrainingError(worst.message, where=where, hint=worst.next)
+
+
+def _say(text: str) -> None:
+    """Print a line on stderr; where that is a file on a full disk, the training goes on without."""
+    with suppress(OSError):
+        print(f"consistency.watch: {text}", file=sys.stderr, flush=True)
+
+
+def _unwritten(place: Path, error: Exception) -> str:
+    return f"cannot write {place}: {first_line(error)}"
 
 
 def _base_changed(names: list[str], when: str, since: str) -> Discovery:

@@ -49,8 +49,8 @@ _CHECKED_TOKENS = 12
 _SAME = 1e-9
 """Largest distance of two results in float64 that are the same, relative to the largest element."""
 
-_CACHES = ("past_key_values", "past_key_value", "layer_past")
-"""Names under which blocks take a cache of keys and values."""
+_CACHES = ("past_key_values", "past_key_value", "layer_past", "cache")
+"""Names under which blocks take a cache of keys and values; `cache` is that of transformers 5.24 and later."""
 
 _PLACE_OF_BLOCK = ("layer_idx", "layer_index", "layer_id", "idx")
 """Attributes that tell a block's place in the model, and nothing of its kind."""

@@ -3,15 +3,21 @@
 # ruff: noqa: ARG002, ARG005
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
 import consistency
-from consistency.errors import UsageError
+from consistency.capture.whole_file import WholeFile
+from consistency.errors import CaptureError, UsageError
+from consistency.extras.watching import report
+from consistency.extras.watching.outcome import CheckOutcome
 from consistency.extras.watching.watch import TrainingError
 from tests.extras.watching.trainings import Training, batch, block, flip, is_of_the_device, tiny_llama
 
@@ -60,6 +66,43 @@ def test_a_training_has_the_same_bits_with_the_watch(tmp_path: Path, options: di
     assert repeated == ["ok"] * 3, lines
     judged = [line["status"] for line in lines if line["check"] == "the CPU says the same"]
     assert judged == ["ok"] * 3, lines
+
+
+def test_a_full_disk_ends_no_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What is found is said all the same, and so is what cannot be written, once each."""
+
+    def flip_base(step: int, training: Training) -> None:
+        if step == 3:
+            flip(block(training).mlp.up_proj.weight)
+
+    (tmp_path / "watch.jsonl").symlink_to("/dev/full")
+    full = CaptureError("cannot write", got=os.strerror(errno.ENOSPC))
+    training = Training(steps=7)
+    with patch.object(WholeFile, "write", side_effect=full):
+        found = training.run(tmp_path, flip_base)
+    assert len(training.losses) == 7
+    assert [discovery.kind for discovery in found] == ["base-changed"]
+    said = capsys.readouterr().err
+    assert said.count("base weight") == 1
+    assert said.count("report.json: cannot write (No space left on device)") == 1
+    assert said.count(f"cannot write {tmp_path / 'watch.jsonl'}: OSError: [Errno 28]") == 1
+    assert "consistency show" not in said
+
+
+def test_half_a_line_is_taken_back(tmp_path: Path) -> None:
+    outcome = CheckOutcome(check="this rank repeats")
+    report.write_line(tmp_path, 1, outcome, 0.5)
+    before = (tmp_path / report.LINES).read_bytes()
+    real = os.write
+
+    def write(descriptor: int, content: Any) -> int:
+        if len(content) < 8:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(descriptor, content[:8])
+
+    with patch.object(os, "write", write), pytest.raises(OSError, match="No space left"):
+        report.write_line(tmp_path, 2, outcome, 0.5)
+    assert (tmp_path / report.LINES).read_bytes() == before
 
 
 def test_a_finding_stops_the_trainer_which_saves_first(tmp_path: Path) -> None:

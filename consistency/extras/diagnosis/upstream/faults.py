@@ -218,6 +218,19 @@ FAULTS: Sequence[UpstreamFault] = (
         sign=Sign(stage="generation", kinds=("padding-changes-the-model",), methods=("PROMPT_TUNING", "P_TUNING")),
     ),
     UpstreamFault(
+        title="A prompt loses the cache",
+        page=_METHODS,
+        library="transformers",
+        outcome="found by the stage `generation`",
+        helps="Generate with `use_cache=False`, or install transformers 5.23",
+        seen=("5.24.0", "5.24.0"),
+        sign=Sign(
+            stage="generation",
+            kinds=("cache-changes-the-model", "other-token"),
+            methods=("PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING"),
+        ),
+    ),
+    UpstreamFault(
         title="LongT5's mask is infinite in float16",
         page=_OTHERS,
         library="transformers",

@@ -5,15 +5,21 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from consistency.case.options import OPTIONS, Edge, add_options
-from consistency.cli.output import add_quiet_option, print_json
+from consistency.cli.output import add_quiet_option, print_json, write_file
+from consistency.cli.output_streams import stating_verdict
 from consistency.cli.parser import BAD_USE
 from consistency.errors import UsageError, did_you_mean
 from consistency.extras.serving.check_text.sampling import KV_DTYPES, Sampling
 from consistency.extras.serving.engines import ENGINES
 from consistency.text import one_line
+
+if TYPE_CHECKING:
+    from consistency.extras.serving.check_text.report import TextReport
 
 EXAMPLES = (
     ("what an engine wrote", "consistency check-text texts.jsonl --base ./llama --adapter ./my-lora --dtype bfloat16"),
@@ -150,17 +156,27 @@ def _check_text(parsed: argparse.Namespace) -> int:
     processed = None if parsed.logprobs is None else parsed.logprobs == "processed"
     how = TextOptions(sampling=sampling, processed=processed, kv_dtype=parsed.kv_dtype, engine=parsed.engine)
     report = check_text(case, texts, options=how, step=step)
-    if parsed.html is not None:
-        from consistency.capture.whole_file import write_whole
-        from consistency.extras.serving.check_text.page import report_as_html
-
-        page = report_as_html(report, name=case.name, source=str(parsed.texts))
-        write_whole(parsed.html, [page.encode()])
-    if parsed.json:
-        print_json(report.to_builtins())
-    else:
-        print(f"consistency check-text · {one_line(case.name)} · {report.dtype} · {one_line(str(parsed.texts))}\n")
-        for line in report.lines():
-            indent = len(line) - len(line.lstrip(" "))
-            print(f"  {' ' * indent}{one_line(line.strip())}")
+    with ExitStack() as stack:
+        if parsed.html is not None:
+            # even where stdout cannot be written: the file may be on another disk
+            stack.callback(_write_page, parsed, report, case.name)
+        with stating_verdict(report.verdict, report.exit_status):
+            if parsed.json:
+                print_json(report.to_builtins())
+            else:
+                _print_lines(parsed, report, case.name)
     return report.exit_status
+
+
+def _print_lines(parsed: argparse.Namespace, report: TextReport, name: str) -> None:
+    print(f"consistency check-text · {one_line(name)} · {report.dtype} · {one_line(str(parsed.texts))}\n")
+    for line in report.lines():
+        indent = len(line) - len(line.lstrip(" "))
+        print(f"  {' ' * indent}{one_line(line.strip())}")
+
+
+def _write_page(parsed: argparse.Namespace, report: TextReport, name: str) -> None:
+    from consistency.extras.serving.check_text.page import report_as_html
+
+    page = report_as_html(report, name=name, source=str(parsed.texts))
+    write_file(parsed.html, [page.encode()])

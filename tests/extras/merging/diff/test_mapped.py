@@ -181,6 +181,7 @@ def test_spoilt_pickles_are_refused_in_words(tmp_path: Path) -> None:
                 pass
 
 
+@pytest.mark.filterwarnings("ignore:Validating sparse tensor invariants")  # torch 2.14 says so of each that it reads
 @pytest.mark.parametrize("kind", ["list", "sparse", "cycle"])
 def test_what_is_no_state_dict(tmp_path: Path, kind: str) -> None:
     import torch

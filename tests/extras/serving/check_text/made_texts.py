@@ -12,6 +12,7 @@ import transformers
 
 from consistency.case.case import Case
 from consistency.extras.serving.check_text.texts import Text
+from tests.versions import CACHE
 
 LORA = peft.LoraConfig(r=8, lora_alpha=12, target_modules=["q_proj", "v_proj", "down_proj"])
 PROMPTS = [[5, 9, 33, 2], [7, 7, 60], [1, 2, 3, 4, 5, 6], [40, 41, 3], [8, 30, 12, 9, 21], [50, 2, 4, 6]]
@@ -53,8 +54,8 @@ def texts_of(
         new, cache = given(prompt), None
         for place in range(tokens):
             with torch.no_grad(), change(place):
-                output = model(torch.tensor([new]), past_key_values=cache, use_cache=True)
-            logits, cache = output.logits[0, -1].double(), output.past_key_values
+                output = model(torch.tensor([new]), use_cache=True, **{CACHE: cache})
+            logits, cache = output.logits[0, -1].double(), output[CACHE]
             own = logits.log_softmax(-1)
             logits[model.config.eos_token_id] = -torch.inf
             if drawn:

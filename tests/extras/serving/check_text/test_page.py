@@ -89,6 +89,11 @@ def test_the_command_writes_it(llama: Path, tmp_path: Path, capsys: pytest.Captu
     assert "12 tokens" in parsed.text
     assert "12 tokens" in capsys.readouterr().out
     assert sum(tag == "i" and "width" in (of.get("style") or "") for tag, of in parsed.elements) > 2
+    nowhere = tmp_path / "not made" / "page.html"
+    assert main([*arguments, "--quiet", "--html", str(nowhere)]) == 0, "the verdict is more than a page of it"
+    printed = capsys.readouterr()
+    assert "12 tokens" in printed.out
+    assert f"cannot write\n  where:  {nowhere}" in printed.err
 
 
 @pytest.mark.process

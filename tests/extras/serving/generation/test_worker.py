@@ -16,6 +16,7 @@ from consistency.extras.serving.generation import planted as faults
 from consistency.extras.serving.generation import text
 from consistency.extras.serving.generation.worker import MORE_WAYS, WAYS
 from consistency.worker.model.ways import Sequences, Way
+from tests.versions import CACHE, LOSES_THE_CACHE
 from tests.worker.conftest import Look
 from tests.worker.model.kinds_of_models import llava
 from tests.worker.model.made_models import SIZES, a_llama, on_llama, saved
@@ -179,8 +180,15 @@ def test_model_code_that_is_wrong_in_a_way_is_named_as_what_it_is(look: Look, tm
 def test_what_an_adapter_puts_before_the_text_is_followed(
     look: Look, base: Path, prompt: type[peft.PromptLearningConfig], wrong: set[tuple[str, str]]
 ) -> None:
-    """Prompt tuning puts its tokens before the padding, which the positions then count: peft#1093."""
+    """Prompt tuning puts its tokens before the padding, which the positions then count: peft#1093.
+
+    A PEFT that looks for the cache under its name before transformers 5.24 finds none, and puts its tokens before each
+    new one too: that is seen.
+    """
     found = generate(look, base, on_llama(base, prompt(task_type="CAUSAL_LM", num_virtual_tokens=3)))
+    if LOSES_THE_CACHE:
+        assert ("text", "other-token") in {(one.tensor, str(one.word)) for one in found if one.status == "outside"}
+        return
     assert {(one.tensor, str(one.word)) for one in found if one.status == "outside"} == wrong
     right = [one for one in found if one.tensor == "cache" and one.status in {"equal", "within"}]
     assert {f"model.layers.{i}.self_attn" for i in range(LAYERS)} | {"logits"} <= {one.layer for one in right}
@@ -279,12 +287,13 @@ def test_a_sliding_window_that_is_off_by_one_with_a_cache(
     assert {one.status for one in generate(look, base)} <= {"equal", "within"}
     real = masking_utils.create_sliding_window_causal_mask
 
-    def narrower(config: Any, *args: Any, past_key_values: Any = None, **kwargs: Any) -> Any:
+    def narrower(config: Any, *args: Any, **kwargs: Any) -> Any:
         own = config.sliding_window
-        if past_key_values is not None and past_key_values.get_seq_length():
+        cache = kwargs.get(CACHE)
+        if cache is not None and cache.get_seq_length():
             config.sliding_window = own - 1
         try:
-            return real(config, *args, past_key_values=past_key_values, **kwargs)
+            return real(config, *args, **kwargs)
         finally:
             config.sliding_window = own
 
