@@ -116,7 +116,17 @@ def inputs_of_block(
 
 
 def _plain(value: Any) -> Any:
-    return _pytree.tree_map(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, value)
+    """Return an argument without its graph, and without a cache: some blocks get one by position."""
+
+    def is_cache(leaf: Any) -> bool:
+        return hasattr(leaf, "get_seq_length") and hasattr(leaf, "update")
+
+    def plain(leaf: Any) -> Any:
+        if is_cache(leaf):
+            return None
+        return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
+
+    return _pytree.tree_map(plain, value, is_leaf=is_cache)
 
 
 def judge_block(block: torch.nn.Module, inputs: BlockInputs) -> Any:

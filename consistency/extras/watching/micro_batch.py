@@ -60,7 +60,9 @@ class PassMarks:
     digests: dict[tuple[str, str], str] = field(default_factory=dict)
     """Digest by layer and tensor."""
     incoming: dict[int, torch.Tensor] = field(default_factory=dict)
-    """Gradient that arrived at each output of the model, by its number among the outputs."""
+    """Gradient that arrived at each output of the model from outside of it, by its number among the outputs."""
+    reached: set[int] = field(default_factory=set)
+    """Outputs at which any gradient arrived, be it from another output that is computed from them."""
 
     def note(self, layer: str, name: str, tensor: torch.Tensor) -> None:
         """Note the digest of a tensor, unless there is one: a checkpointed block computes twice."""
@@ -154,7 +156,7 @@ class WatchedModel:
         handles: list[Any] = []
         for name, block in self.blocks.items():
             handles.append(block.register_forward_hook(_noting_output(name, marks)))
-        handles.append(self.model.register_forward_hook(_noting_outputs_of_model(marks)))
+        handles.append(self.model.register_forward_hook(not_compiled(_noting_outputs_of_model(marks))))
         for name, parameter in self.trainable().items():
             layer, _, tensor = name.rpartition(".")
             handles.append(parameter.register_hook(_noting_gradient(layer, f"gradient of {tensor}", marks)))
@@ -183,6 +185,12 @@ class WatchedModel:
         return marks
 
 
+def not_compiled(hook: Callable[..., None]) -> Callable[..., None]:
+    """Return a hook that torch.compile calls as it is: where a model compiles its own call, it would compile hooks too."""
+    result: Callable[..., None] = torch.compiler.disable(hook)
+    return result
+
+
 def _noting_output(name: str, marks: PassMarks) -> Callable[..., None]:
     def note(_module: torch.nn.Module, _args: Any, output: Any) -> None:
         tensor = first_tensor(output)
@@ -197,36 +205,74 @@ def _noting_output(name: str, marks: PassMarks) -> Callable[..., None]:
 
 def _noting_outputs_of_model(marks: PassMarks) -> Callable[..., None]:
     def note(_module: torch.nn.Module, _args: Any, output: Any) -> None:
-        for number, tensor in differentiable_outputs(output).items():
+        outputs = differentiable_outputs(output)
+        computed_from = _outputs_by_source(outputs)
+        for number, tensor in outputs.items():
             marks.note("", f"{OUTPUT} {number}" if number else LOSS, tensor)
-            tensor.register_hook(_keeping(number, marks))
+            tensor.register_hook(_keeping(number, computed_from[number], marks))
 
     return note
 
 
-def _noting_gradient(layer: str, name: str, marks: PassMarks) -> Callable[[torch.Tensor], None]:
-    def note(gradient: torch.Tensor) -> None:
-        marks.note(layer, name, gradient)
+_GradientHook = Callable[[torch.Tensor | None], None]
+
+
+def _noting_gradient(layer: str, name: str, marks: PassMarks) -> _GradientHook:
+    def note(gradient: torch.Tensor | None) -> None:
+        if gradient is not None:
+            marks.note(layer, name, gradient)
 
     return note
 
 
-def _keeping(number: int, marks: PassMarks) -> Callable[[torch.Tensor], None]:
-    def keep(gradient: torch.Tensor) -> None:
-        marks.incoming[number] = gradient.detach()
+def _keeping(number: int, computed_from: set[int], marks: PassMarks) -> _GradientHook:
+    """Return a hook that keeps the gradient of an output, unless it comes from outputs that are computed from it.
+
+    A loss is computed from logits, and keys and values of a cache go into logits: a pass once more that begins at both
+    would count their gradient twice.
+    """
+
+    def keep(gradient: torch.Tensor | None) -> None:
+        if gradient is None:  # an operator of its own, such as TRL's of a loss, gives none to an output that is not used
+            return
+        if not computed_from & marks.reached:
+            marks.incoming[number] = gradient.detach()
+        marks.reached.add(number)
 
     return keep
 
 
 def differentiable_outputs(output: Any) -> dict[int, torch.Tensor]:
-    """Return what a loss is made of: the model's own loss as number 0, or all its outputs that have a gradient."""
+    """Return what a loss may be made of: all outputs that have a gradient; number 0 is the model's own loss."""
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if isinstance(loss, torch.Tensor) and loss.requires_grad:
-        return {0: loss}
-    tensors = [leaf for leaf in _pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
-    if isinstance(output, Mapping):
-        tensors = [leaf for leaf in _pytree.tree_leaves(dict(output)) if isinstance(leaf, torch.Tensor)]
-    return {number: tensor for number, tensor in enumerate(tensors, 1) if tensor.requires_grad}
+    leaves = _pytree.tree_leaves(dict(output) if isinstance(output, Mapping) else output)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    numbered = {number: tensor for number, tensor in enumerate(tensors, 1) if tensor is not loss}
+    if isinstance(loss, torch.Tensor):
+        numbered = {0: loss, **numbered}
+    return {number: tensor for number, tensor in numbered.items() if tensor.requires_grad}
+
+
+def _outputs_by_source(outputs: Mapping[int, torch.Tensor]) -> dict[int, set[int]]:
+    """Return, for each output, the outputs that are computed from it with no other output between them."""
+    number_of = {tensor.grad_fn: number for number, tensor in outputs.items() if tensor.grad_fn is not None}
+    by_source: dict[int, set[int]] = {number: set() for number in outputs}
+    for number, tensor in outputs.items():
+        if tensor.grad_fn is None:
+            continue
+        visited = {tensor.grad_fn}
+        waiting = [tensor.grad_fn]
+        while waiting:
+            node = waiting.pop()
+            for source, _ in node.next_functions:
+                if source is None or source in visited:
+                    continue
+                visited.add(source)
+                if source in number_of:
+                    by_source[number_of[source]].add(number)
+                else:
+                    waiting.append(source)
+    return by_source
 
 
 def first_tensor(output: Any) -> torch.Tensor | None:

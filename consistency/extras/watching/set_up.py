@@ -74,8 +74,8 @@ class Trained:
 
     start: dict[str, str] = field(default_factory=dict)
     dtypes: dict[str, torch.dtype] = field(default_factory=dict)
-    had_gradient: set[str] = field(default_factory=set)
-    """Parameters that had a gradient that is not zero, and a learning rate above zero."""
+    first_gradient: dict[str, int] = field(default_factory=dict)
+    """Number of the first step in which a parameter had a gradient that is not zero, and a learning rate above zero."""
     reached: set[str] = field(default_factory=set)
     """Parameters that had a gradient, be it zero."""
     steps: int = 0
@@ -87,15 +87,15 @@ class Trained:
 
     def note_step(self, watched: WatchedModel, optimizer: torch.optim.Optimizer) -> None:
         """Note which parameters have a gradient that is not zero and a rate above zero, before a step."""
+        self.steps += 1
         rates = {id(p): group.get("lr", 1.0) for group in optimizer.param_groups for p in group["params"]}
         for name, parameter in watched.trainable().items():
             if parameter.grad is not None:
                 self.reached.add(name)
-            if name in self.had_gradient or parameter.grad is None or not float(rates.get(id(parameter), 0.0)):
+            if name in self.first_gradient or parameter.grad is None or not float(rates.get(id(parameter), 0.0)):
                 continue
             if bool(local_part_of(parameter.grad)[0].any()):
-                self.had_gradient.add(name)
-        self.steps += 1
+                self.first_gradient[name] = self.steps
 
     def check(self, watched: WatchedModel, optimizer: torch.optim.Optimizer, talk: RankTalk) -> CheckOutcome:
         """Name parameters that the optimizer has not, that got no gradient, or that did not change."""
@@ -108,7 +108,9 @@ class Trained:
         still = [
             name
             for name, parameter in _local(trainable).items()
-            if name in self.had_gradient and self.start.get(name) == digest(parameter.detach()).value
+            # a gradient of this very step has not been used yet: such as the first of a LoRA whose other matrix was zero
+            if self.first_gradient.get(name, self.steps) < self.steps
+            and self.start.get(name) == digest(parameter.detach()).value
         ]
         if talk.rank:
             return outcome

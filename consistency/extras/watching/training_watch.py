@@ -37,7 +37,7 @@ from consistency.extras.watching.agreement import (
 from consistency.extras.watching.block_on_cpu import check_block
 from consistency.extras.watching.counters import check_counters
 from consistency.extras.watching.kinds import BASE_CHANGED
-from consistency.extras.watching.micro_batch import MicroBatch, PassMarks, WatchedModel
+from consistency.extras.watching.micro_batch import MicroBatch, PassMarks, WatchedModel, not_compiled
 from consistency.extras.watching.not_finite import check_origin, gradients_are_finite
 from consistency.extras.watching.outcome import CheckOutcome, Discovery
 from consistency.extras.watching.rank_talk import RankTalk, place_of_rank
@@ -150,9 +150,9 @@ class Watch:
         )
         self._handles = [
             # of the whole: DistributedDataParallel talks to the other ranks before the model's own forward pass
-            model.register_forward_pre_hook(self._note_begin),
-            self._watched.model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
-            self._watched.model.register_forward_hook(self._after_forward),
+            model.register_forward_pre_hook(not_compiled(self._note_begin)),
+            self._watched.model.register_forward_pre_hook(not_compiled(self._before_forward), with_kwargs=True),
+            self._watched.model.register_forward_hook(not_compiled(self._after_forward)),
             self._optimizer.register_step_pre_hook(self._before_update),
         ]
 

@@ -168,6 +168,14 @@ def test_a_card_that_is_always_wrong_is_named_by_the_cpu(tmp_path: Path) -> None
     assert consistency.load_report(tmp_path).verdict == "inconsistent"
 
 
+def test_a_gradient_that_has_just_come_is_no_parameter_that_stays() -> None:
+    # in the first step one matrix of each LoRA is zero, and so is the gradient of the other
+    model = tiny_llama(begins_at_zero=True)
+    trained = [tensor for tensor in model.parameters() if tensor.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-2, weight_decay=0)
+    assert Training(model=model, optimizer=optimizer).run(None) == []
+
+
 def frozen_in_optimizer(training: Training) -> None:
     training.model = tiny_llama()
     trained = [tensor for tensor in training.model.parameters() if tensor.requires_grad]

@@ -23,7 +23,9 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 VOCABULARY = 64
 
 
-def tiny_llama(*, layers: int = 3, seed: int = 0, dropout: float = 0.0, **config: Any) -> Any:
+def tiny_llama(
+    *, layers: int = 3, seed: int = 0, dropout: float = 0.0, begins_at_zero: bool = False, **config: Any
+) -> Any:
     """Return a Llama with a LoRA, float32, with the same weights for the same seed."""
     from peft import LoraConfig, get_peft_model
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -41,7 +43,7 @@ def tiny_llama(*, layers: int = 3, seed: int = 0, dropout: float = 0.0, **config
         )
     )
     lora = LoraConfig(
-        r=4, target_modules=["q_proj", "v_proj", "down_proj"], lora_dropout=dropout, init_lora_weights=False
+        r=4, target_modules=["q_proj", "v_proj", "down_proj"], lora_dropout=dropout, init_lora_weights=begins_at_zero
     )
     return get_peft_model(made, lora)
 
