@@ -2,7 +2,7 @@
 
     accelerate launch --multi_gpu --num_processes 2 -m benchmarks.accelerated_training --steps 500 --watch FOLDER
 
-`--fsdp` has accelerate shard the model by FSDP2. Rank r writes its losses to `--losses FOLDER`/r.json.
+`--multi_gpu` is how it starts several processes, on the CPU too. Rank r writes its losses to `--losses FOLDER`/r.json.
 """
 
 from __future__ import annotations
@@ -25,22 +25,14 @@ def samples(count: int, tokens: int = 12) -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": row, "attention_mask": torch.ones_like(row), "labels": row.clone()} for row in rows]
 
 
-def train(*, steps: int, every: int, accumulate: int, is_sharded: bool, folder: str | None) -> tuple[list[float], Any]:
+def train(*, steps: int, every: int, accumulate: int, folder: str | None) -> tuple[list[float], Any]:
     """Train for so many steps of the optimizer; return the losses, and the watch where a folder is given for it."""
-    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate import Accelerator
     from accelerate.utils import set_seed
     from transformers import get_linear_schedule_with_warmup
 
     set_seed(3)
-    plugin = None
-    if is_sharded:
-        plugin = FullyShardedDataParallelPlugin(
-            fsdp_version=2,
-            auto_wrap_policy="transformer_based_wrap",
-            transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
-            reshard_after_forward=True,
-        )
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulate, fsdp_plugin=plugin)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulate)
     model = causal_model("llama")
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     loader: Any = DataLoader(samples(64), batch_size=2, shuffle=True)  # type: ignore[arg-type]  # a list is a dataset
@@ -82,7 +74,6 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--every", type=int, default=50)
     parser.add_argument("--accumulate", type=int, default=2)
-    parser.add_argument("--fsdp", action="store_true")
     parser.add_argument("--watch", default=None)
     parser.add_argument("--losses", type=Path, required=True)
     given = parser.parse_args()
@@ -90,7 +81,6 @@ def main() -> int:
         steps=given.steps,
         every=given.every,
         accumulate=given.accumulate,
-        is_sharded=given.fsdp,
         folder=given.watch,
     )
     rank = torch.distributed.get_rank()

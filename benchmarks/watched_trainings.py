@@ -1,7 +1,7 @@
 """Train healthy models in the ways in which people do, with a watch and without it, on several processes.
 
-A watch has to find nothing, and to leave the loss curve its bits. Each kind runs on two processes by gloo on the CPU (four
-for `hsdp`): once without the watch, once with it, from the same seeds.
+A watch has to find nothing, and to leave the loss curve its bits. Each kind runs on two processes by gloo on the CPU
+(four for `hsdp`): once without the watch, once with it, from the same seeds.
 
     python -m benchmarks.watched_trainings                      # all kinds, 500 steps each
     python -m benchmarks.watched_trainings ddp fsdp2 --steps 100 --every 20
@@ -56,12 +56,18 @@ class Prepared:
         Makes the context of a forward pass, such as autocast.
     shared_batch : bool
         All ranks get one batch, as with tensor parallel.
+    has_own_loss : bool
+        The loss is computed from the logits, outside of the model.
+    clips : bool
+        The norm of all gradients is clipped.
     """
 
     call: Any
     accumulate: int = 1
     conditions: Callable[[], AbstractContextManager[Any]] = nullcontext
     shared_batch: bool = False
+    has_own_loss: bool = False
+    clips: bool = True
     rate: float = 3e-3
     optimizer: Any = None
     scaler: Any = None
@@ -173,6 +179,26 @@ def sharded(*, lora: bool = False, mesh: tuple[int, ...] = (), checkpoint: bool 
     return prepare
 
 
+def sharded_flat() -> Prepared:
+    """Shard by the first version of FSDP, which accelerate takes by default."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    model = causal_model()
+    policy = ModuleWrapPolicy({type(model.model.layers[0])})
+    return Prepared(
+        call=FullyShardedDataParallel(
+            model, auto_wrap_policy=policy, use_orig_params=True, device_id=torch.device("cpu")
+        ),
+        clips=False,
+    )
+
+
+def loss_of_its_own() -> Prepared:
+    """Give the model no labels, and take a loss from its logits."""
+    return Prepared(call=DistributedDataParallel(causal_model()), has_own_loss=True)
+
+
 def zero_redundancy() -> Prepared:
     """Split the optimizer's state over the ranks."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -195,7 +221,15 @@ def tensor_parallel() -> Prepared:
         config = DistributedConfig(tp_plan="auto")
         model = AutoModelForCausalLM.from_pretrained(folders[0], distributed_config=config, dtype=torch.float32)
         dist.barrier()
-    return Prepared(call=model.train(), shared_batch=True)
+    # torch does not take one norm of tensors that are split and of others
+    return Prepared(call=model.train(), shared_batch=True, clips=False)
+
+
+def own_loss(call: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Return a loss with label smoothing, which the model's own has not."""
+    logits = call(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits
+    labels = inputs["input_ids"][:, 1:]
+    return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels.flatten(), label_smoothing=0.1)
 
 
 def loop_of(prepare: Callable[[], Prepared]) -> Callable[[Plan], Curve]:
@@ -218,13 +252,14 @@ def loop_of(prepare: Callable[[], Prepared]) -> Callable[[Plan], Curve]:
                 is_last = part == accumulate - 1
                 with nullcontext() if is_last else call.no_sync():
                     with prepared.conditions():
-                        loss = call(**inputs).loss
+                        loss = own_loss(call, inputs) if prepared.has_own_loss else call(**inputs).loss
                     scaled = loss / accumulate
                     (prepared.scaler.scale(scaled) if prepared.scaler else scaled).backward()
                 curve.losses.append(float(loss.detach()))
             if prepared.scaler:
                 prepared.scaler.unscale_(optimizer)
-            torch.nn.utils.clip_grad_norm_(trained, 1.0)
+            if prepared.clips:
+                torch.nn.utils.clip_grad_norm_(trained, 1.0)
             if prepared.scaler:
                 prepared.scaler.step(optimizer)
                 prepared.scaler.update()
@@ -344,6 +379,8 @@ KINDS: dict[str, Callable[[Plan], Curve]] = {
     "compile-outside": loop_of(compiled_outside),
     "compile-in-place": loop_of(compiled_in_place),
     "compile-blocks": loop_of(compiled_blocks),
+    "own-loss": loop_of(loss_of_its_own),
+    "fsdp1": loop_of(sharded_flat),
     "fsdp2": loop_of(sharded()),
     "fsdp2-lora": loop_of(sharded(lora=True)),
     "fsdp2-checkpointing": loop_of(sharded(checkpoint=True)),
@@ -356,7 +393,9 @@ KINDS: dict[str, Callable[[Plan], Curve]] = {
     "sft": sft(lora=False),
     "sft-lora": sft(lora=True),
 }
-_SCRIPTS = {"accelerate": (), "accelerate-fsdp2": ("--fsdp",)}
+_SCRIPT = "accelerate"
+"""The kind that `accelerate launch` starts."""
+
 _WORLDS = {"hsdp": 4}
 
 
@@ -433,8 +472,8 @@ def run_kind(kind: str, steps: int, every: int, folder: Path) -> dict[str, Any]:
     """Run a kind on its processes; return what is printed of it."""
     world = _WORLDS.get(kind, 2)
     folder.mkdir(parents=True, exist_ok=True)
-    if kind in _SCRIPTS:
-        failure = _run_script(kind, steps, every, folder)
+    if kind == _SCRIPT:
+        failure = _run_script(steps, every, folder)
         curves = [] if failure else _script_curves(folder, world)
     else:
         failure = _run_ranks(kind, world, steps, every, folder)
@@ -462,11 +501,11 @@ def _run_ranks(kind: str, world: int, steps: int, every: int, folder: Path) -> s
     return "" if not any(statuses) and None not in statuses else f"status {statuses}"
 
 
-def _run_script(kind: str, steps: int, every: int, folder: Path) -> str:
+def _run_script(steps: int, every: int, folder: Path) -> str:
     """Have accelerate launch the script without the watch, and with it; return why it failed."""
     for is_watched in (False, True):
         with (folder / "output.txt").open("a") as output:
-            command = _accelerated(kind, steps, every, folder, is_watched)
+            command = _accelerated(steps, every, folder, is_watched)
             try:
                 ended = subprocess.run(command, stdout=output, stderr=output, timeout=_LIMIT_S, check=False)
             except subprocess.TimeoutExpired:
@@ -476,7 +515,7 @@ def _run_script(kind: str, steps: int, every: int, folder: Path) -> str:
     return ""
 
 
-def _accelerated(kind: str, steps: int, every: int, folder: Path, is_watched: bool) -> list[str]:
+def _accelerated(steps: int, every: int, folder: Path, is_watched: bool) -> list[str]:
     """Return the command that has accelerate launch the script."""
     losses = folder / ("watched" if is_watched else "plain")
     losses.mkdir(exist_ok=True)
@@ -484,7 +523,7 @@ def _accelerated(kind: str, steps: int, every: int, folder: Path, is_watched: bo
     launcher += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
     launcher += ["--main_process_port", str(_free_port())]
     own = ["-m", "benchmarks.accelerated_training", "--steps", str(steps), "--every", str(every)]
-    own += ["--losses", str(losses), *_SCRIPTS[kind]]
+    own += ["--losses", str(losses)]
     return [*launcher, *own, *(["--watch", str(folder / "watch")] if is_watched else [])]
 
 
@@ -500,9 +539,7 @@ def _curves(folder: Path, world: int) -> list[dict[str, Any]]:
 
 def _script_curves(folder: Path, world: int) -> list[dict[str, Any]]:
     names = ("plain", "watched")
-    return [
-        {name: json.loads((folder / name / f"{rank}.json").read_text()) for name in names} for rank in range(world)
-    ]
+    return [{name: json.loads((folder / name / f"{rank}.json").read_text()) for name in names} for rank in range(world)]
 
 
 def _row(kind: str, world: int, steps: int, curves: list[dict[str, Any]], folder: Path) -> dict[str, Any]:
@@ -547,7 +584,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--list", action="store_true", help="print the kinds")
     given = parser.parse_args()
-    known = [*KINDS, *_SCRIPTS]
+    known = [*KINDS, _SCRIPT]
     if given.list:
         print("\n".join(known))
         return 0

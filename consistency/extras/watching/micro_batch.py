@@ -8,22 +8,28 @@ DistributedDataParallel begins; buffers that it writes to are put back, and so a
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree
 
 from consistency.numerics.digest import digest
 from consistency.worker import determinism
-from consistency.worker.model.structure import blocks_of
+from consistency.worker.model.structure import blocks_of, prefix_of_base
 
 LOSS = "loss"
 OUTPUT = "output"
-INCOMING = "gradient of the output"
+_GRADIENT_OF = "gradient of "
+INCOMING = f"{_GRADIENT_OF}the output"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +73,16 @@ class PassMarks:
     def note(self, layer: str, name: str, tensor: torch.Tensor) -> None:
         """Note the digest of a tensor, unless there is one: a checkpointed block computes twice."""
         self.digests.setdefault((layer, name), digest(tensor.detach()).value)
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether the pass has a gradient, be it of a block's output or of a parameter."""
+        return any(name.startswith(_GRADIENT_OF) for _, name in self.digests)
+
+    def of_forward_pass(self) -> PassMarks:
+        """Return what the forward pass left, without gradients."""
+        forward = {place: value for place, value in self.digests.items() if not place[1].startswith(_GRADIENT_OF)}
+        return PassMarks(digests=forward)
 
     def first_difference(self, other: PassMarks) -> tuple[str, str] | None:
         """Return the first place at which another pass has other bits; None where both are equal."""
@@ -121,11 +137,31 @@ class WatchedModel:
         self.model = unwrapped(model)
         self.device = next((parameter.device for parameter in self.model.parameters()), torch.device("cpu"))
         self.blocks = {} if _is_compiled(self.model) else blocks_of(self.model)
-        self.is_split = any(_is_distributed(parameter) for parameter in self.model.parameters())
+        self.is_called_compiled = False
+        """Whether the training compiles something around the model, which a watch does not have."""
+        self._prefix = _prefix_of_names(self.model)
+        self.has_flat_parts = any(isinstance(module, FullyShardedDataParallel) for module in self.model.modules())
+        """Whether each rank holds a part of every tensor, which does not say so: FSDP of the first version."""
+        parts = [parameter for parameter in self.model.parameters() if isinstance(parameter, DTensor)]
+        self.is_split = bool(parts) or self.has_flat_parts
+        self.shares_batches = bool(parts) and not _is_data_parallel(self.model, parts)
+        """Whether ranks that hold parts of one tensor compute the same batch, as with tensor parallel."""
+
+    def parameters(self) -> dict[str, torch.nn.Parameter]:
+        """Return all parameters, by the name that the model itself gives them: without the prefix of a wrapper."""
+        return {self.own_name(name): tensor for name, tensor in self.model.named_parameters()}
 
     def trainable(self) -> dict[str, torch.nn.Parameter]:
         """Return the parameters that are trained, by name."""
-        return {name: tensor for name, tensor in self.model.named_parameters() if tensor.requires_grad}
+        return {name: tensor for name, tensor in self.parameters().items() if tensor.requires_grad}
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """Return all buffers, by name."""
+        return {self.own_name(name): tensor for name, tensor in self.model.named_buffers()}
+
+    def own_name(self, name: str) -> str:
+        """Return the name that the model itself gives a parameter or a module of the wrapped one."""
+        return _without_wrappers(name).removeprefix(self._prefix)
 
     def block_of(self, layer: str) -> str:
         """Return the block that a layer is, or lies in, by either name of the layer; empty where it is in none."""
@@ -159,7 +195,7 @@ class WatchedModel:
         handles.append(self.model.register_forward_hook(not_compiled(_noting_outputs_of_model(marks))))
         for name, parameter in self.trainable().items():
             layer, _, tensor = name.rpartition(".")
-            handles.append(parameter.register_hook(_noting_gradient(layer, f"gradient of {tensor}", marks)))
+            handles.append(parameter.register_hook(_noting_gradient(layer, f"{_GRADIENT_OF}{tensor}", marks)))
 
         def remove() -> None:
             for handle in handles:
@@ -186,9 +222,25 @@ class WatchedModel:
 
 
 def not_compiled(hook: Callable[..., None]) -> Callable[..., None]:
-    """Return a hook that torch.compile calls as it is: where a model compiles its own call, it would compile hooks too."""
+    """Return a hook that torch.compile calls as it is: a model that compiles its own call would compile hooks too."""
     result: Callable[..., None] = torch.compiler.disable(hook)
     return result
+
+
+def is_inside_compiled_call() -> bool:
+    """Report whether the hook that asks, itself one of `not_compiled`, is called by a compiled call.
+
+    Trainers compile a wrapper of the model that they give to callbacks, in which nothing says so.
+    """
+    calls = 0
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        calls += frame.f_code.co_filename.endswith(_CALLS_OF_DYNAMO)
+        frame = frame.f_back
+    return calls > 1  # one is that of the hook
+
+
+_CALLS_OF_DYNAMO = str(Path("torch", "_dynamo", "eval_frame.py"))
 
 
 def _noting_output(name: str, marks: PassMarks) -> Callable[..., None]:
@@ -233,7 +285,7 @@ def _keeping(number: int, computed_from: set[int], marks: PassMarks) -> _Gradien
     """
 
     def keep(gradient: torch.Tensor | None) -> None:
-        if gradient is None:  # an operator of its own, such as TRL's of a loss, gives none to an output that is not used
+        if gradient is None:  # a function of its own, such as TRL's of a loss, gives none to what is not used
             return
         if not computed_from & marks.reached:
             marks.incoming[number] = gradient.detach()
@@ -320,5 +372,28 @@ def _is_compiled(model: torch.nn.Module) -> bool:
     )
 
 
-def _is_distributed(tensor: torch.Tensor) -> bool:
-    return hasattr(tensor, "placements")
+_WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+"""Names by which wrappers of torch hold the module inside of them: compiled, sharded, checkpointed."""
+
+
+def _without_wrappers(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def _prefix_of_names(model: torch.nn.Module) -> str:
+    """Return what data-parallel wrappers and PEFT put before the names of the model inside of them."""
+    prefix, inner = "", model
+    while True:
+        if isinstance(inner, torch.nn.parallel.DistributedDataParallel | torch.nn.DataParallel):
+            prefix, inner = f"{prefix}module.", inner.module
+        elif any(hasattr(inner, name) for name in _WRAPPERS):
+            inner = next(getattr(inner, name) for name in _WRAPPERS if hasattr(inner, name))
+        else:
+            return prefix + _without_wrappers(prefix_of_base(inner))
+
+
+def _is_data_parallel(model: torch.nn.Module, parts: Sequence[DTensor]) -> bool:
+    """Report whether a model is split by FSDP2 alone: tensor parallel beside it splits a tensor a second time."""
+    if not any(isinstance(module, FSDPModule) for module in model.modules()):
+        return False
+    return all(sum(not placement.is_replicate() for placement in part.placements) < 2 for part in parts)

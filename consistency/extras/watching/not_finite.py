@@ -84,7 +84,7 @@ def _discovery(rank: int, origin: Origin, between: str) -> Discovery:
 def _origin(watched: WatchedModel, batches: Sequence[MicroBatch]) -> Origin | None:
     if watched.is_split:
         raise ValueError("the model is split over the ranks: a pass needs all of them")
-    for name, parameter in watched.model.named_parameters():
+    for name, parameter in watched.parameters().items():
         if not _is_finite(parameter):
             return Origin(layer=name, tensor="weight", batch=0)
     for number, batch in enumerate(batches):
@@ -100,7 +100,8 @@ def _first_in_pass(watched: WatchedModel, batch: MicroBatch) -> tuple[str, str] 
     backward: list[str] = []
     handles: list[Any] = []
     for name, module in watched.model.named_modules():
-        handles.append(module.register_forward_hook(_noting_result(name or "the loss", forward, backward)))
+        title = watched.own_name(name) or "the loss"
+        handles.append(module.register_forward_hook(_noting_result(title, forward, backward)))
     try:
         with buffers_kept(watched.model), batch.conditions(watched.device):
             outputs = differentiable_outputs(watched.model(*batch.args, **batch.kwargs))

@@ -36,7 +36,7 @@ _WEIGHT_DIFFERENCE = 0.01
 """Relative difference of two weights from which a step's weights are told apart: rounding makes 10⁻⁵ and less."""
 
 
-def check_batches(recent: Sequence[str], talk: RankTalk, *, is_split: bool) -> CheckOutcome:
+def check_batches(recent: Sequence[str], talk: RankTalk, *, shares_batches: bool) -> CheckOutcome:
     """Compare the batches of all ranks, in several steps: one batch may be the same by chance.
 
     Parameters
@@ -45,7 +45,7 @@ def check_batches(recent: Sequence[str], talk: RankTalk, *, is_split: bool) -> C
         Digest of this rank's batch in the last few steps.
     """
     outcome = CheckOutcome(check="ranks see other batches")
-    if talk.world == 1 or is_split:
+    if talk.world == 1 or shares_batches:
         outcome.not_checked = "one rank" if talk.world == 1 else "ranks that hold parts of one model share a batch"
         return outcome
     by_rank = [tuple(digests) for digests in talk.gather(list(recent))]
@@ -83,7 +83,7 @@ class Trained:
     def begin(self, watched: WatchedModel) -> None:
         """Note bits and dtypes."""
         self.start = {name: digest(tensor.detach()).value for name, tensor in _local(watched.trainable()).items()}
-        self.dtypes = {name: tensor.dtype for name, tensor in watched.model.named_parameters()}
+        self.dtypes = {name: tensor.dtype for name, tensor in watched.parameters().items()}
 
     def note_step(self, watched: WatchedModel, optimizer: torch.optim.Optimizer) -> None:
         """Note which parameters have a gradient that is not zero and a rate above zero, before a step."""
@@ -105,10 +105,13 @@ class Trained:
         outcome.figures["trained"] = len(trainable)
         absent = [name for name, parameter in trainable.items() if id(parameter) not in held]
         without = [name for name in trainable if name not in self.reached and name not in absent]
+        # a rank may hold no part of a tensor that is split
+        by_rank = talk.gather(without)
+        without = [name for name in without if all(name in names for names in by_rank)]
         still = [
             name
             for name, parameter in _local(trainable).items()
-            # a gradient of this very step has not been used yet: such as the first of a LoRA whose other matrix was zero
+            # the gradient of this step has not been used yet: it may be the first, as of a LoRA that began at zero
             if self.first_gradient.get(name, self.steps) < self.steps
             and self.start.get(name) == digest(parameter.detach()).value
         ]
@@ -130,7 +133,7 @@ class Trained:
         outcome = CheckOutcome(check="dtypes stay")
         changed = [
             (name, self.dtypes[name], parameter.dtype)
-            for name, parameter in watched.model.named_parameters()
+            for name, parameter in watched.parameters().items()
             if name in self.dtypes and parameter.dtype != self.dtypes[name]
         ]
         if changed:
@@ -187,6 +190,7 @@ def check_reloaded(watched: WatchedModel, folder: Path | None, talk: RankTalk) -
         return outcome
     outcome.figures["tensors"] = compared
     if differing:
+        differing = [watched.own_name(name) for name in differing]
         places = tuple(split_name(name) for name in differing)
         outcome.discoveries.append(
             Discovery(

@@ -68,6 +68,8 @@ class Training:
     model: Any = None
     optimizer: Any = None
     call: Any = None
+    is_wrapped: bool = False
+    """Whether the model itself was split, so that nothing more is put around it."""
     options: dict[str, Any] = field(default_factory=dict)
     kept: dict[str, Any] = field(default_factory=dict)
     """What a planted fault keeps from one step to another."""
@@ -81,7 +83,7 @@ class Training:
 
         self.model = self.model if self.model is not None else tiny_llama()
         self.call = self.call or self.model
-        if self.world > 1 and self.call is self.model:
+        if self.world > 1 and self.call is self.model and not self.is_wrapped:
             self.call = DistributedDataParallel(self.model)
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.optimizer = self.optimizer or torch.optim.AdamW(trained, lr=1e-2)
