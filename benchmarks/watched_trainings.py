@@ -350,7 +350,7 @@ def _trained_by(made: Any, callbacks: list[Any]) -> Curve:
     # of a rank that does not log, the weights tell whether it trained alike
     curve.losses += [float(parameter.detach().double().sum()) for parameter in made.model.parameters()]
     for callback in callbacks:
-        curve.findings = [f"{found.kind}: {found.message}" for found in callback.findings]
+        curve.findings += [f"{found.kind}: {found.message}" for found in getattr(callback, "findings", [])]
     return curve
 
 
@@ -408,6 +408,8 @@ class Plan:
     every: int
     folder: Path | None
     """Folder of the watch; None without it."""
+    also: tuple[Any, ...] = ()
+    """Callbacks of a Trainer after the watch's, such as one that plants a fault."""
 
     def watch(self, call: Any, optimizer: Any) -> Any:
         import consistency
@@ -420,8 +422,8 @@ class Plan:
         import consistency
 
         if self.folder is None:
-            return []
-        return [consistency.watch.Callback(every=self.every, output=self.folder, timeout_s=120.0)]
+            return list(self.also)
+        return [consistency.watch.Callback(every=self.every, output=self.folder, timeout_s=120.0), *self.also]
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of a Trainer."""

@@ -58,6 +58,7 @@ from consistency.extras.watching.set_up import (
     first_elements,
     weighed_parameter,
 )
+from consistency.extras.watching.sharded_block import ShardedBlock, can_be_gathered
 from consistency.extras.watching.standstill import Standstill
 from consistency.extras.watching.sums import LocalSum, check_sum, local_sum
 
@@ -138,6 +139,7 @@ class Watch:
         self._recent: deque[str] = deque(maxlen=_BATCHES)
         self._buffers: Digests = {}
         self._local_sum: LocalSum | None = None
+        self._sharded: ShardedBlock | None = None
         self._parts: list[torch.Tensor] = []
         self._remove_step_hooks: list[Callable[[], None]] = []
         self._repeats = Repeats()
@@ -212,6 +214,8 @@ class Watch:
             # here, since DistributedDataParallel has just sent the first rank's buffers to all
             self._buffers = digests_of(BUFFER, self._watched.buffers())
             self._begin_sums()
+        if self._sharded is not None:
+            self._sharded.begin_micro_batch()
         if not self._watched.is_split:
             batch.marks = PassMarks()
             for earlier in self._batches[:-1]:
@@ -248,11 +252,16 @@ class Watch:
     def _begin_sums(self) -> None:
         """Have what backward passes give two tensors noted until the end of the step."""
         number = 0 if self._done == self._first_step else (self._done + 1) // self.every
-        if self._talk.world > 1:
+        name = self._block_in_turn(self._done + 1)
+        if can_be_gathered(self._watched, name):
+            self._sharded = ShardedBlock(self._watched, name, number)
+            self._local_sum = self._sharded.local
+            self._remove_step_hooks.append(self._sharded.end)
+        elif self._talk.world > 1:
             self._local_sum = local_sum(self._watched, number)
-        if self._local_sum is not None:
-            self._local_sum.begin()
-            self._remove_step_hooks.append(self._local_sum.end)
+            if self._local_sum is not None:
+                self._local_sum.begin()
+                self._remove_step_hooks.append(self._local_sum.end)
         parameter = weighed_parameter(self._watched)
         if parameter is not None and not self._watched.is_split:
             handle = parameter.register_hook(lambda gradient: self._parts.append(first_elements(gradient)))
@@ -289,7 +298,7 @@ class Watch:
 
     def _end_step(self) -> None:
         self._end_hooks_of_step()
-        self._batches, self._parts, self._local_sum = [], [], None
+        self._batches, self._parts, self._local_sum, self._sharded = [], [], None, None
 
     # --- what is checked ----------------------------------------------------------------------------------------------
 
@@ -389,11 +398,14 @@ class Watch:
     def _check_block(self, step: int, between: str) -> CheckOutcome:
         """Judge one block on every rank: the one at which bits differed on any, or else the next one in turn."""
         suspects = [name for name in self._talk.gather(self._repeats.suspect) if name]
+        name = suspects[0] if suspects else self._block_in_turn(step)
+        noted = None if self._sharded is None else self._sharded.inputs
+        return check_block(self._watched, self._last_batch, name, self._talk, between, noted)
+
+    def _block_in_turn(self, step: int) -> str:
+        """Return the block that is judged in a step; empty where none can be."""
         names = list(self._watched.blocks)
-        name = suspects[0] if suspects else ""
-        if not name and names:
-            name = names[(step // self.every) % len(names)]
-        return check_block(self._watched, self._last_batch, name, self._talk, between)
+        return names[(step // self.every) % len(names)] if names else ""
 
     # --- what follows from it -----------------------------------------------------------------------------------------
 

@@ -173,11 +173,14 @@ def train_into(rank: int, world: int, folder: str) -> int:
     return 0
 
 
-def test_the_report_of_several_findings_is_read_again(tmp_path: Path) -> None:
+def test_what_one_fault_does_is_one_finding_in_the_report(tmp_path: Path) -> None:
     on_ranks(3, train_into, str(tmp_path))
     report = consistency.load_report(tmp_path)
     assert report.verdict == "inconsistent"
-    assert {finding.kind for finding in report.findings} == {"other-rank-differs", "wrong-block"}
+    (finding,) = report.findings
+    assert (finding.kind, finding.workers) == ("wrong-block", ("rank 1",))
+    for pair in ("ranks 0 and 1", "ranks 1 and 2"):
+        assert any(line.startswith(f"with it: {pair} compute") for line in finding.detail), finding.detail
     assert all((tmp_path / name).is_file() for name in ("report.md", "report.html", "watch.jsonl"))
 
 

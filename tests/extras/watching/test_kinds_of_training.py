@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import consistency
 from benchmarks.watched_models import causal_model, with_lora
 from tests.extras.watching.test_watch import losses, trainer
-from tests.extras.watching.trainings import Training, batch, flip, on_ranks, tiny_llama
+from tests.extras.watching.trainings import Training, batch, flip, is_of_the_device, on_ranks, tiny_llama
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
@@ -148,6 +149,31 @@ def part_of_replica(step: int, training: Training) -> None:
         flip(training.model.model.layers[1].mlp.up_proj.weight.to_local())
 
 
+def attention_of_rank(step: int, training: Training) -> None:
+    if step == 3 and training.rank == 1:
+        # no pass tells which block it is: the next check in turn that judges this one is that of step 6
+        training.model.model.layers[0].self_attn.register_forward_hook(_scaled)
+
+
+def _scaled(module: Any, args: Any, output: Any) -> Any:
+    return (output[0] * 1.02, *output[1:]) if is_of_the_device() else output
+
+
+def rank_left_out(step: int, training: Training) -> None:
+    """Leave what rank 1 computed out of the sums over ranks, from the third step on."""
+    if step == 3 and training.rank == 1:
+        # older versions of torch have the second alone
+        names = ("reduce_scatter_single", "reduce_scatter_tensor")
+        name = next(name for name in names if hasattr(torch.distributed, name))
+        add_up = getattr(torch.distributed, name)
+
+        def without_own(*args: Any, **kwargs: Any) -> Any:
+            kwargs["input"].zero_()
+            return add_up(*args, **kwargs)
+
+        mock.patch.object(torch.distributed, name, without_own).start()
+
+
 def split_training(rank: int, world: int, split: Callable[[Training], Any], fault: Any, same: bool, folder: str) -> Any:
     batches = (lambda step, _: batch(step)) if same else batch
     training = Training(rank=rank, world=world, model=causal_model(), batches=batches)
@@ -161,9 +187,11 @@ def split_training(rank: int, world: int, split: Callable[[Training], Any], faul
 def test_a_healthy_split_model_has_no_finding(tmp_path: Path, world: int, split: Any) -> None:
     assert on_ranks(world, split_training, split, None, False, str(tmp_path)) == [[]] * world
     said = statuses(tmp_path)
-    assert said["what is added up"] == ["the model is split: a rank keeps a part of each sum"] * 4
-    if split is sharded:
-        assert said["ranks agree"] == ["ok"] * 4
+    if split is flat:
+        assert said["what is added up"] == ["the model is split: a rank keeps a part of each sum"] * 4
+        return
+    for check in ("ranks agree", "what is added up", "the CPU says the same"):
+        assert said[check] == ["ok"] * 4
 
 
 @pytest.mark.parametrize(("world", "split"), [(2, sharded), (4, sharded), (2, flat)])
@@ -180,6 +208,20 @@ def test_a_part_that_differs_between_two_replicas_is_found(tmp_path: Path) -> No
     assert found[0][0] == "ranks-differ"
     assert "model.layers.1.mlp.up_proj.weight" in found[0][2]
     assert set(found[0][1]) <= {1, 3}, "the other two hold other parts"
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_wrong_block_of_a_rank_that_shards_is_named(tmp_path: Path, world: int) -> None:
+    found = on_ranks(world, split_training, sharded, attention_of_rank, False, str(tmp_path))[0]
+    assert [one[:2] for one in found] == [["wrong-block", [1]]]
+    assert "rank 1 computes model.layers.0 wrong" in found[0][2]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_rank_that_is_left_out_of_sharded_sums_is_named(tmp_path: Path, world: int) -> None:
+    found = on_ranks(world, split_training, sharded, rank_left_out, False, str(tmp_path))[0]
+    assert found[0][:2] == ["wrong-sum", [1] if world > 2 else [0, 1]]
+    assert ("without rank 1 it is right" if world > 2 else "rank 1 is left out") in found[0][2]
 
 
 def test_the_same_batch_on_ranks_that_shard_is_found(tmp_path: Path) -> None:
