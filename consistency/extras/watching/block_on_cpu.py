@@ -10,9 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree
@@ -47,6 +50,7 @@ def check_block(
     talk: RankTalk,
     between: str,
     noted: BlockInputs | None = None,
+    keep_in: Path | None = None,
 ) -> CheckOutcome:
     """Judge one block of the model by the CPU.
 
@@ -54,6 +58,8 @@ def check_block(
     ----------
     noted : BlockInputs, optional
         What the block had in the training's own pass; by default a pass of the model once more tells it.
+    keep_in : path, optional
+        File for the tensors of a block that is wrong.
     """
     outcome = CheckOutcome(check="the CPU says the same", figures={"block": name})
     outcome.not_checked = _why_not(watched, batch, name, noted)
@@ -76,6 +82,7 @@ def check_block(
     wrong = [result for result in results if result.status == "outside"]
     if wrong:
         worst = max(wrong, key=lambda result: result.ratio)
+        kept = "" if keep_in is None else _kept(keep_in, state, noted)
         tensors = tuple((name, _title(result.name)) for result in (worst, *wrong))
         outcome.discoveries.append(
             Discovery(
@@ -85,12 +92,29 @@ def check_block(
                 ranks=(talk.rank,),
                 tensors=tuple(dict.fromkeys(tensors)),
                 ratio=worst.ratio,
-                detail=tuple(str(worst).splitlines()),
+                detail=(*str(worst).splitlines(), *([kept] if kept else [])),
                 next="test that card (consistency run --devices cpu,cuda --stages forward,gradient with this base and "
                 "adapter); take it out if it says the same",
             )
         )
     return outcome
+
+
+def _kept(file: Path, state: Mapping[str, torch.Tensor], inputs: BlockInputs) -> str:
+    """Write what a block was judged with, and say where: another card can compute it again."""
+    tensors = {f"weight {name}": tensor for name, tensor in state.items()}
+    for path, leaf in _pytree.tree_flatten_with_path((inputs.args, inputs.kwargs))[0]:
+        if isinstance(leaf, torch.Tensor):
+            tensors[f"input {_pytree.keystr(path)}"] = leaf
+    if inputs.incoming is not None:
+        tensors["gradient of the output"] = inputs.incoming
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        # a copy each: the format has no two tensors in the same memory
+        save_file({name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}, file)
+    except (OSError, SafetensorError, ValueError) as error:  # a full disk ends no training
+        return f"its inputs and weights could not be written: {first_line(error)}"
+    return f"its inputs, the gradient that arrived and its weights: {file}"
 
 
 def _why_not(watched: WatchedModel, batch: MicroBatch | None, name: str, noted: BlockInputs | None) -> str:

@@ -400,7 +400,8 @@ class Watch:
         suspects = [name for name in self._talk.gather(self._repeats.suspect) if name]
         name = suspects[0] if suspects else self._block_in_turn(step)
         noted = None if self._sharded is None else self._sharded.inputs
-        return check_block(self._watched, self._last_batch, name, self._talk, between, noted)
+        file = None if self.folder is None else self.folder / f"block-of-step-{step}-rank-{self._talk.rank}.safetensors"
+        return check_block(self._watched, self._last_batch, name, self._talk, between, noted, file)
 
     def _block_in_turn(self, step: int) -> str:
         """Return the block that is judged in a step; empty where none can be."""
@@ -412,14 +413,15 @@ class Watch:
     def _conclude(self, step: int, outcomes: list[tuple[CheckOutcome, float]]) -> None:
         """Tell all ranks what any has found, write it down, and do what was asked for."""
         by_rank = self._talk.gather([outcome.discoveries for outcome, _ in outcomes])
-        new: list[Discovery] = []
+        seen: dict[tuple[Any, ...], Discovery] = {}
         for number in range(len(outcomes)):
             for discoveries in by_rank:
                 for discovery in discoveries[number]:
-                    if discovery.key not in self._said:
-                        self._said.add(discovery.key)
-                        new.append(discovery)
-        new = one_for_each_fault(new)
+                    seen.setdefault(discovery.key, discovery)
+        # a fault that was said before and is still there explains what follows from it now
+        faults = one_for_each_fault(list(seen.values()))
+        new = [discovery for discovery in faults if discovery.key not in self._said]
+        self._said.update(seen, (discovery.key for discovery in new))
         self.findings += new
         seconds = sum(elapsed for _, elapsed in outcomes)
         self.metrics = {"watch/findings": float(len(self.findings)), "watch/seconds": seconds}

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import consistency
 from consistency.errors import UsageError
@@ -165,7 +166,11 @@ def scaled(step: int, training: Training) -> None:
 def test_a_card_that_is_always_wrong_is_named_by_the_cpu(tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match=r"rank 0 computes model\.layers\.1 wrong"):
         Training(on_finding="raise").run(tmp_path, scaled)
-    assert consistency.load_report(tmp_path).verdict == "inconsistent"
+    report = consistency.load_report(tmp_path)
+    assert report.verdict == "inconsistent"
+    tensors = load_file(tmp_path / "block-of-step-2-rank-0.safetensors")
+    assert str(tmp_path / "block-of-step-2-rank-0.safetensors") in report.findings[0].detail[-1]
+    assert torch.equal(computed_again(tensors, seed=1), computed_again(tensors, seed=2)), "all weights are in the file"
 
 
 def test_a_gradient_that_has_just_come_is_no_parameter_that_stays() -> None:
@@ -174,6 +179,18 @@ def test_a_gradient_that_has_just_come_is_no_parameter_that_stays() -> None:
     trained = [tensor for tensor in model.parameters() if tensor.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-2, weight_decay=0)
     assert Training(model=model, optimizer=optimizer).run(None) == []
+
+
+def computed_again(tensors: dict[str, torch.Tensor], *, seed: int) -> torch.Tensor:
+    """Compute the block of a file in a model that begins with other weights."""
+    layer = tiny_llama(seed=seed).get_base_model().model.layers[1]
+    weights = {name.removeprefix("weight "): tensor for name, tensor in tensors.items() if name.startswith("weight ")}
+    layer.load_state_dict(weights, strict=False)
+    hidden = tensors["input [0][0]"]
+    tables = (tensors["input [1]['position_embeddings'][0]"], tensors["input [1]['position_embeddings'][1]"])
+    output: torch.Tensor = layer(hidden, position_embeddings=tables)
+    assert output.shape == tensors["gradient of the output"].shape
+    return output
 
 
 def frozen_in_optimizer(training: Training) -> None:
