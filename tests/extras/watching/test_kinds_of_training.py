@@ -17,8 +17,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 import consistency
 from benchmarks.watched_models import causal_model, with_lora
-from tests.extras.watching.test_watch import losses, trainer
-from tests.extras.watching.trainings import Training, batch, flip, is_of_the_device, on_ranks, tiny_llama
+from tests.extras.watching.trainings import (
+    Training,
+    batch,
+    flip,
+    is_of_the_device,
+    losses,
+    on_ranks,
+    tiny_llama,
+    trainer,
+)
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 

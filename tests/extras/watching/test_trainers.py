@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from tests.extras.watching.test_faults import base_bit, drop_rank, lora_bit, no_fault, scaled_attention
+from tests.extras.watching.faults import base_bit, drop_rank, lora_bit, no_fault, scaled_attention
 from tests.extras.watching.trainings import Training, flip, is_of_the_device, on_ranks, tiny_llama
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]

@@ -14,30 +14,9 @@ from safetensors.torch import load_file
 import consistency
 from consistency.errors import UsageError
 from consistency.extras.watching.watch import TrainingError
-from tests.extras.watching.trainings import Training, batch, block, flip, is_of_the_device, tiny_llama
+from tests.extras.watching.trainings import Training, batch, block, flip, is_of_the_device, losses, tiny_llama, trainer
 
 pytestmark = pytest.mark.process
-
-
-def trainer(folder: Path, model: Any, callbacks: list[Any], *, dtype_of_loss: Any = None, **options: Any) -> Any:
-    from transformers import Trainer, TrainingArguments
-
-    samples = [{name: values[0] for name, values in batch(number, rows=1).items()} for number in range(24)]
-    arguments = TrainingArguments(
-        output_dir=str(folder),
-        per_device_train_batch_size=2,
-        learning_rate=1e-2,
-        logging_steps=1,
-        report_to=[],
-        disable_tqdm=True,
-        use_cpu=True,
-        **{"max_steps": 5, "save_strategy": "no", **options},
-    )
-    return Trainer(model=model, args=arguments, train_dataset=samples, callbacks=callbacks)
-
-
-def losses(made: Any) -> list[float]:
-    return [entry["loss"] for entry in made.state.log_history if "loss" in entry]
 
 
 def bits(model: Any) -> list[bytes]:

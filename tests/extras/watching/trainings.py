@@ -124,6 +124,27 @@ def block(training: Training) -> Any:
     return training.model.get_base_model().model.layers[1]
 
 
+def trainer(folder: Path, model: Any, callbacks: list[Any], **options: Any) -> Any:
+    from transformers import Trainer, TrainingArguments
+
+    samples = [{name: values[0] for name, values in batch(number, rows=1).items()} for number in range(24)]
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        per_device_train_batch_size=2,
+        learning_rate=1e-2,
+        logging_steps=1,
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=True,
+        **{"max_steps": 5, "save_strategy": "no", **options},
+    )
+    return Trainer(model=model, args=arguments, train_dataset=samples, callbacks=callbacks)
+
+
+def losses(made: Any) -> list[float]:
+    return [entry["loss"] for entry in made.state.log_history if "loss" in entry]
+
+
 def on_ranks(world: int, work: Callable[..., Any], *args: Any) -> list[Any]:
     """Call a function of a module on so many ranks of a gloo group; return what each returned."""
     with tempfile.TemporaryDirectory() as folder:
