@@ -20,6 +20,7 @@ from consistency.extras.watching.kinds import BASE_CHANGED, RANKS_DIFFER
 from consistency.extras.watching.outcome import CheckOutcome, Discovery
 from consistency.extras.watching.rank_talk import RankTalk, rank_names
 from consistency.numerics.digest import digest
+from consistency.worker.quantized.held import is_composite
 
 Digests = dict[str, str]
 """Digest by the name of a tensor: `parameter model.norm.weight`, with the coordinates of a part of a split tensor."""
@@ -32,9 +33,14 @@ def digests_of(kind: str, tensors: Mapping[str, torch.Tensor]) -> Digests:
     digests: Digests = {}
     for name, tensor in tensors.items():
         local, coordinates = local_part_of(tensor)
-        if not local.is_meta:
+        if has_digest(local):
             digests[f"{kind} {name}{coordinates}"] = digest(local).value
     return digests
+
+
+def has_digest(tensor: torch.Tensor) -> bool:
+    """Report whether a tensor has bytes of its own: none has one on `meta`, a sparse one, or one made of others."""
+    return not tensor.is_meta and tensor.layout is torch.strided and not is_composite(tensor)
 
 
 def local_part_of(tensor: torch.Tensor) -> tuple[torch.Tensor, str]:

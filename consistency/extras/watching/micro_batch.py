@@ -28,6 +28,7 @@ from consistency.worker.model.structure import blocks_of, prefix_of_base
 
 LOSS = "loss"
 OUTPUT = "output"
+_HOOKS_OF_TORCH = "torch.distributed.algorithms.ddp_comm_hooks."
 _GRADIENT_OF = "gradient of "
 INCOMING = f"{_GRADIENT_OF}the output"
 
@@ -72,6 +73,8 @@ class PassMarks:
 
     def note(self, layer: str, name: str, tensor: torch.Tensor) -> None:
         """Note the digest of a tensor, unless there is one: a checkpointed block computes twice."""
+        if tensor.layout is not torch.strided:  # a sparse gradient of an embedding
+            return
         self.digests.setdefault((layer, name), digest(tensor.detach()).value)
 
     @property
@@ -134,6 +137,7 @@ class WatchedModel:
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
+        self._wrapper = model
         self.model = unwrapped(model)
         self.device = next((parameter.device for parameter in self.model.parameters()), torch.device("cpu"))
         self.blocks = {} if _is_compiled(self.model) else blocks_of(self.model)
@@ -162,6 +166,17 @@ class WatchedModel:
     def own_name(self, name: str) -> str:
         """Return the name that the model itself gives a parameter or a module of the wrapped one."""
         return _without_wrappers(name).removeprefix(self._prefix)
+
+    def compression(self) -> str:
+        """Return the hook of torch's by which DistributedDataParallel adds up less than the gradients; empty for none.
+
+        A hook of another's is not taken for wanted: that sums are right is what is checked.
+        """
+        for hook, _ in getattr(self._wrapper, "_comm_hooks", []):
+            name = getattr(hook, "__qualname__", "").partition(".")[0]
+            if getattr(hook, "__module__", "").startswith(_HOOKS_OF_TORCH) and name != "allreduce_hook":
+                return name
+        return ""
 
     def block_of(self, layer: str) -> str:
         """Return the block that a layer is, or lies in, by either name of the layer; empty where it is in none."""

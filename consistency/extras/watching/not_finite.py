@@ -32,6 +32,7 @@ class Origin(NamedTuple):
 def gradients_are_finite(parameters: Sequence[torch.nn.Parameter]) -> bool:
     """Report whether every gradient is finite, by the norm of all; False where that overflows."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    gradients = [gradient for gradient in gradients if not gradient.is_sparse]  # torch takes no norm of these
     if not gradients:
         return True
     return bool(torch.nn.utils.get_total_norm(gradients).isfinite())

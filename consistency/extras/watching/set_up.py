@@ -17,7 +17,7 @@ import torch
 from consistency.capture.names import split_name
 from consistency.capture.wording import counted, layers_text
 from consistency.errors import first_line
-from consistency.extras.watching.agreement import local_part_of
+from consistency.extras.watching.agreement import has_digest, local_part_of
 from consistency.extras.watching.kinds import NOT_RELOADED, NOT_TRAINED, SAME_BATCH, UNEQUAL_WEIGHTS
 from consistency.extras.watching.micro_batch import MicroBatch, WatchedModel, buffers_kept
 from consistency.extras.watching.outcome import CheckOutcome, Discovery
@@ -82,7 +82,11 @@ class Trained:
 
     def begin(self, watched: WatchedModel) -> None:
         """Note bits and dtypes."""
-        self.start = {name: digest(tensor.detach()).value for name, tensor in _local(watched.trainable()).items()}
+        self.start = {
+            name: digest(tensor.detach()).value
+            for name, tensor in _local(watched.trainable()).items()
+            if has_digest(tensor)
+        }
         self.dtypes = {name: tensor.dtype for name, tensor in watched.parameters().items()}
 
     def note_step(self, watched: WatchedModel, optimizer: torch.optim.Optimizer) -> None:
@@ -94,7 +98,7 @@ class Trained:
                 self.reached.add(name)
             if name in self.first_gradient or parameter.grad is None or not float(rates.get(id(parameter), 0.0)):
                 continue
-            if bool(local_part_of(parameter.grad)[0].any()):
+            if bool(_dense(local_part_of(parameter.grad)[0]).any()):
                 self.first_gradient[name] = self.steps
 
     def check(self, watched: WatchedModel, optimizer: torch.optim.Optimizer, talk: RankTalk) -> CheckOutcome:
@@ -112,7 +116,8 @@ class Trained:
             name
             for name, parameter in _local(trainable).items()
             # the gradient of this step has not been used yet: it may be the first, as of a LoRA that began at zero
-            if self.first_gradient.get(name, self.steps) < self.steps
+            if name in self.start
+            and self.first_gradient.get(name, self.steps) < self.steps
             and self.start.get(name) == digest(parameter.detach()).value
         ]
         if talk.rank:
@@ -155,6 +160,11 @@ _NOT_HELD = "make the optimizer after the adapter is added, and give it all para
 _NO_GRADIENT = "freeze them, or find out why the loss does not depend on them; a reentrant checkpoint needs "
 _NO_GRADIENT += "model.enable_input_require_grads()"
 _UNCHANGED = "the updates are smaller than half a unit of the dtype: train in float32, or raise the learning rate"
+
+
+def _dense(gradient: torch.Tensor) -> torch.Tensor:
+    """Return the values of a gradient, which an embedding may give as a sparse one."""
+    return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 
 def _untrained(names: Sequence[str], why: str, todo: str) -> Discovery:
@@ -310,7 +320,7 @@ def weighed_parameter(watched: WatchedModel) -> torch.nn.Parameter | None:
 
 def first_elements(gradient: torch.Tensor) -> torch.Tensor:
     """Return the first elements of a gradient in float64, on the CPU."""
-    return gradient.detach().reshape(-1)[:_MOST_WEIGHED].to("cpu", torch.float64)
+    return gradient.detach().to_dense().reshape(-1)[:_MOST_WEIGHED].to("cpu", torch.float64)
 
 
 def _fitted(part: torch.Tensor, mean: torch.Tensor) -> float | None:

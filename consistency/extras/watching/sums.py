@@ -66,7 +66,7 @@ def _whole(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def _first_elements(gradient: torch.Tensor) -> torch.Tensor:
-    return gradient.detach().reshape(-1)[:MOST_ELEMENTS].to("cpu", torch.float64)
+    return gradient.detach().to_dense().reshape(-1)[:MOST_ELEMENTS].to("cpu", torch.float64)
 
 
 def local_sum(watched: WatchedModel, number: int) -> LocalSum | None:
@@ -86,6 +86,9 @@ def check_sum(watched: WatchedModel, local: LocalSum | None, talk: RankTalk, bet
         return outcome
     if watched.is_split and local is None:
         outcome.not_checked = "the model is split: a rank keeps a part of each sum"
+        return outcome
+    if compression := watched.compression():
+        outcome.not_checked = f"the training compresses its sums by torch's {compression}"
         return outcome
     sent = None
     if local is not None and local.total is not None and local.sizes is not None and local.parameter.grad is not None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -113,6 +115,45 @@ def scaled(rank: int, world: int, folder: str) -> list[str]:
         optimizer.zero_grad()
     watch.close()
     return [found.message for found in watch.findings]
+
+
+def compressed(rank: int, world: int, folder: str) -> list[str]:
+    training = Training(rank=rank, world=world, model=causal_model(), steps=2, options={"timeout_s": 20})
+    training.call = DistributedDataParallel(training.model)
+    training.call.register_comm_hook(None, fp16_compress_hook)
+    return [found.message for found in training.run(Path(folder))]
+
+
+def test_sums_that_the_training_compresses_are_not_judged(tmp_path: Path) -> None:
+    assert on_ranks(2, compressed, str(tmp_path)) == [[], []]
+    said = statuses(tmp_path)["what is added up"]
+    assert said == ["the training compresses its sums by torch's fp16_compress_hook"] * 2
+
+
+class Sparse(torch.nn.Module):
+    """A model of an embedding with sparse gradients, and a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = torch.nn.Embedding(64, 8, sparse=True)
+        self.head = torch.nn.Linear(8, 64)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, **_: Any) -> Any:
+        logits = self.head(self.embedding(input_ids))
+        return SimpleNamespace(loss=torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()))
+
+
+def sparse(rank: int, world: int, folder: str) -> list[str]:
+    model = Sparse()
+    training = Training(rank=rank, world=world, model=model, steps=4, options={"timeout_s": 20})
+    training.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return [found.message for found in training.run(Path(folder))]
+
+
+def test_sparse_gradients_end_no_training(tmp_path: Path) -> None:
+    assert on_ranks(2, sparse, str(tmp_path)) == [[], []]
+    assert statuses(tmp_path)["what is added up"] == ["ok"] * 3
 
 
 def test_a_reentrant_checkpoint_has_its_forward_pass_repeated(tmp_path: Path) -> None:
