@@ -57,7 +57,7 @@ def test_a_finding_stops_the_trainer_which_saves_first(tmp_path: Path) -> None:
     assert (tmp_path / "checkpoint-4").is_dir()
     assert [found.kind for found in callback.findings] == ["base-changed"]
     loaded = consistency.load_report(tmp_path / "watch")
-    assert loaded.findings[0].tensors == ("watch::base_model.model.model.layers.1.mlp.up_proj.weight",)
+    assert loaded.findings[0].tensors == ("watch::model.layers.1.mlp.up_proj.weight",)
     assert made.state.log_history[-2]["watch/findings"] == 1.0
 
 
