@@ -17,6 +17,7 @@ from torch.utils import _pytree
 
 from consistency.comparison import kinds
 from consistency.errors import first_line
+from consistency.extras.watching.block_on_cpu import BlockInputs, keep_inputs_of
 from consistency.extras.watching.kinds import OTHER_RANK_DIFFERS
 from consistency.extras.watching.micro_batch import MicroBatch, PassMarks, WatchedModel
 from consistency.extras.watching.outcome import CheckOutcome, Discovery
@@ -45,17 +46,28 @@ class Repeats:
     has_repeated: bool = False
     again: PassMarks | None = None
     suspect: str = ""
+    inputs: BlockInputs | None = None
+    """What one block had in the pass that was made again; None where none was."""
 
-    def check(self, watched: WatchedModel, batch: MicroBatch | None, talk: RankTalk, between: str) -> CheckOutcome:
-        """Compute the last micro-batch once more on this rank (check 2)."""
+    def check(
+        self, watched: WatchedModel, batch: MicroBatch | None, talk: RankTalk, between: str, block: str = ""
+    ) -> CheckOutcome:
+        """Compute the last micro-batch once more on this rank (check 2).
+
+        Parameters
+        ----------
+        block : str
+            The block whose inputs are kept, since it is judged next; empty for none.
+        """
         outcome = CheckOutcome(check="this rank repeats")
-        self.again, self.suspect = None, ""
+        self.again, self.suspect, self.inputs = None, "", None
         outcome.not_checked = _why_not(watched, batch)
         if outcome.not_checked or batch is None or batch.marks is None:
             return outcome
         try:
             first = batch.marks
-            self.again, is_whole = _pass_once_more(watched, batch, batch.marks.incoming)
+            self.inputs = BlockInputs() if block else None
+            self.again, is_whole = _pass_once_more(watched, batch, batch.marks.incoming, block, self.inputs)
             if not is_whole:
                 first = first.of_forward_pass()
                 outcome.not_checked = REENTRANT
@@ -95,15 +107,23 @@ class Repeats:
 
 
 def _pass_once_more(
-    watched: WatchedModel, batch: MicroBatch, incoming: Mapping[int, torch.Tensor]
+    watched: WatchedModel,
+    batch: MicroBatch,
+    incoming: Mapping[int, torch.Tensor],
+    block: str,
+    inputs: BlockInputs | None,
 ) -> tuple[PassMarks, bool]:
     """Compute a micro-batch once more, and tell whether gradients were: a reentrant checkpoint gives none."""
+    handles = keep_inputs_of(watched.blocks[block], inputs) if inputs is not None else []
     try:
         marks = watched.repeat(batch, incoming)
     except RuntimeError as error:
         if "use_reentrant" not in str(error):  # torch's own error about it
             raise
         marks = PassMarks()
+    finally:
+        for handle in handles:
+            handle.remove()
     if marks.has_gradients:
         return marks, True
     return watched.repeat(batch, {}), False

@@ -323,7 +323,8 @@ class Watch:
         yield lambda: self._loss_by_rank.check(self._own_norm(), self._talk, between)
         yield lambda: check_sum(self._watched, self._local_sum, self._talk, between)
         yield lambda: check_weights(self._watched, self._batches, self._parts)
-        yield lambda: self._repeats.check(self._watched, self._last_batch, self._talk, between)
+        turn = self._block_in_turn(step)
+        yield lambda: self._repeats.check(self._watched, self._last_batch, self._talk, between, turn)
         yield lambda: check_on_next_rank(self._watched, self._last_batch, self._repeats, self._talk, between)
         yield lambda: self._check_block(step, between)
         yield lambda: check_counters(self._counters, self._watched.device, self._talk, between)
@@ -398,8 +399,11 @@ class Watch:
     def _check_block(self, step: int, between: str) -> CheckOutcome:
         """Judge one block on every rank: the one at which bits differed on any, or else the next one in turn."""
         suspects = [name for name in self._talk.gather(self._repeats.suspect) if name]
-        name = suspects[0] if suspects else self._block_in_turn(step)
-        noted = None if self._sharded is None else self._sharded.inputs
+        turn = self._block_in_turn(step)
+        name = suspects[0] if suspects else turn
+        noted = self._repeats.inputs if self._sharded is None else self._sharded.inputs
+        if name != turn:
+            noted = None  # a pass once more tells what that one has
         file = None if self.folder is None else self.folder / f"block-of-step-{step}-rank-{self._talk.rank}.safetensors"
         return check_block(self._watched, self._last_batch, name, self._talk, between, noted, file)
 
