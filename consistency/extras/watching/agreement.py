@@ -20,6 +20,7 @@ from consistency.extras.watching.kinds import BASE_CHANGED, RANKS_DIFFER
 from consistency.extras.watching.outcome import CheckOutcome, Discovery
 from consistency.extras.watching.rank_talk import RankTalk, rank_names
 from consistency.numerics.digest import digest
+from consistency.worker.quantized.held import is_composite
 
 Digests = dict[str, str]
 """Digest by the name of a tensor: `parameter model.norm.weight`, with the coordinates of a part of a split tensor."""
@@ -32,9 +33,14 @@ def digests_of(kind: str, tensors: Mapping[str, torch.Tensor]) -> Digests:
     digests: Digests = {}
     for name, tensor in tensors.items():
         local, coordinates = local_part_of(tensor)
-        if not local.is_meta:
+        if has_digest(local):
             digests[f"{kind} {name}{coordinates}"] = digest(local).value
     return digests
+
+
+def has_digest(tensor: torch.Tensor) -> bool:
+    """Report whether a tensor has bytes of its own: none has one on `meta`, a sparse one, or one made of others."""
+    return not tensor.is_meta and tensor.layout is torch.strided and not is_composite(tensor)
 
 
 def local_part_of(tensor: torch.Tensor) -> tuple[torch.Tensor, str]:
@@ -124,15 +130,18 @@ def _discoveries(
     differing: Mapping[str, Sequence[str]], by_rank: Sequence[Digests], starts: Sequence[Digests], between: str
 ) -> list[Discovery]:
     """Return one discovery for each set of ranks that are odd in the same way."""
-    by_odd: defaultdict[tuple[str, tuple[int, ...], bool], list[str]] = defaultdict(list)
+    by_odd: defaultdict[tuple[str, tuple[int, ...], tuple[int, ...], bool], list[str]] = defaultdict(list)
+    everyone = tuple(range(len(by_rank)))
     for name, values in differing.items():
         kind = next(kind for kind in (PARAMETER, BUFFER, GRADIENT, STATE) if name.startswith(kind))
         changed = _changed_ranks(name, values, starts)
         odd = changed or odd_ranks(values)
-        by_odd[kind, odd, bool(changed)].append(name.removeprefix(f"{kind} "))
+        # of a part that two replicas hold, the ranks with other parts know nothing
+        holders = tuple(rank for rank, value in enumerate(values) if value) if name.endswith("]") else everyone
+        by_odd[kind, odd, holders, bool(changed)].append(name.removeprefix(f"{kind} "))
     discoveries = []
-    for (kind, odd, is_base), names in by_odd.items():
-        discoveries.append(_discovery(kind, odd, names, between, world=len(by_rank), is_base=is_base))
+    for (kind, odd, holders, is_base), names in by_odd.items():
+        discoveries.append(_discovery(kind, odd, names, between, holders=holders, is_base=is_base))
     return discoveries
 
 
@@ -153,7 +162,7 @@ def odd_ranks(values: Sequence[str]) -> tuple[int, ...]:
 
 
 def _discovery(
-    kind: str, odd: tuple[int, ...], names: Sequence[str], between: str, *, world: int, is_base: bool
+    kind: str, odd: tuple[int, ...], names: Sequence[str], between: str, *, holders: tuple[int, ...], is_base: bool
 ) -> Discovery:
     places = [split_name(name.partition("[")[0]) for name in names]
     layers = layers_text([layer for layer, _ in places])
@@ -161,14 +170,17 @@ def _discovery(
     if is_base:
         sentence = f"{rank_names(odd)} changed {tensors}, which nothing trains"
     elif odd:
-        rest = [rank for rank in range(world) if rank not in odd]
+        rest = [rank for rank in holders if rank not in odd]
         sentence = f"{rank_names(odd)} differs from {rank_names(rest)} in {tensors}"
     else:
-        sentence = f"the ranks differ in {tensors}; of {world} none is in the majority, so which is wrong is not known"
+        sentence = (
+            f"{rank_names(holders)} differ in {tensors}; of {len(holders)} none is in the majority, so which is wrong "
+            "is not known"
+        )
     return Discovery(
         kind=BASE_CHANGED if is_base else RANKS_DIFFER,
         message=f"{sentence}: {between}",
-        ranks=odd or tuple(range(world)),
+        ranks=odd or holders,
         tensors=tuple(places),
         next=_NEXT[kind],
     )

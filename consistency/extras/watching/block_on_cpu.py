@@ -10,9 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree
 
 from consistency.errors import first_line
@@ -39,23 +44,37 @@ class BlockInputs:
 
 
 def check_block(
-    watched: WatchedModel, batch: MicroBatch | None, name: str, talk: RankTalk, between: str
+    watched: WatchedModel,
+    batch: MicroBatch | None,
+    name: str,
+    talk: RankTalk,
+    between: str,
+    noted: BlockInputs | None = None,
+    keep_in: Path | None = None,
 ) -> CheckOutcome:
-    """Judge one block of the model by the CPU."""
+    """Judge one block of the model by the CPU.
+
+    Parameters
+    ----------
+    noted : BlockInputs, optional
+        What the block had in the training's own pass; by default a pass of the model once more tells it.
+    keep_in : path, optional
+        File for the tensors of a block that is wrong.
+    """
     outcome = CheckOutcome(check="the CPU says the same", figures={"block": name})
-    if watched.is_split or batch is None or batch.marks is None or not batch.marks.incoming:
-        outcome.not_checked = "no pass of the whole model was seen in this step"
-    elif not name:
-        outcome.not_checked = "the model is compiled, or has no list of blocks"
-    if outcome.not_checked or batch is None or batch.marks is None:
+    outcome.not_checked = _why_not(watched, batch, name, noted)
+    if outcome.not_checked or batch is None:
         return outcome
     try:
-        inputs = inputs_of_block(watched, batch, name, batch.marks.incoming)
-        if inputs.kwargs is None or inputs.incoming is None:
+        block = watched.blocks[name]
+        state = whole_state(block)  # first, since all ranks have to do it
+        if noted is None and batch.marks is not None:
+            noted = inputs_of_block(watched, batch, name, batch.marks.incoming)
+        if noted is None or noted.kwargs is None or noted.incoming is None:
             outcome.not_checked = "no gradient arrived at the block"
             return outcome
-        with batch.conditions(watched.device), buffers_kept(watched.blocks[name]):
-            results = judge_block(watched.blocks[name], inputs)
+        with batch.conditions(watched.device), buffers_kept(block):
+            results = judge_block(block, state, noted)
     except Exception as error:  # model code may raise anything, and the training is to go on
         outcome.not_checked = f"the block cannot be computed by itself: {first_line(error)}"
         return outcome
@@ -63,6 +82,7 @@ def check_block(
     wrong = [result for result in results if result.status == "outside"]
     if wrong:
         worst = max(wrong, key=lambda result: result.ratio)
+        kept = "" if keep_in is None else _kept(keep_in, state, noted)
         tensors = tuple((name, _title(result.name)) for result in (worst, *wrong))
         outcome.discoveries.append(
             Discovery(
@@ -72,12 +92,41 @@ def check_block(
                 ranks=(talk.rank,),
                 tensors=tuple(dict.fromkeys(tensors)),
                 ratio=worst.ratio,
-                detail=tuple(str(worst).splitlines()),
+                detail=(*str(worst).splitlines(), *([kept] if kept else [])),
                 next="test that card (consistency run --devices cpu,cuda --stages forward,gradient with this base and "
                 "adapter); take it out if it says the same",
             )
         )
     return outcome
+
+
+def _kept(file: Path, state: Mapping[str, torch.Tensor], inputs: BlockInputs) -> str:
+    """Write what a block was judged with, and say where: another card can compute it again."""
+    tensors = {f"weight {name}": tensor for name, tensor in state.items()}
+    for path, leaf in _pytree.tree_flatten_with_path((inputs.args, inputs.kwargs))[0]:
+        if isinstance(leaf, torch.Tensor):
+            tensors[f"input {_pytree.keystr(path)}"] = leaf
+    if inputs.incoming is not None:
+        tensors["gradient of the output"] = inputs.incoming
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        # a copy each: the format has no two tensors in the same memory
+        save_file({name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}, file)
+    except (OSError, SafetensorError, ValueError) as error:  # a full disk ends no training
+        return f"its inputs and weights could not be written: {first_line(error)}"
+    return f"its inputs, the gradient that arrived and its weights: {file}"
+
+
+def _why_not(watched: WatchedModel, batch: MicroBatch | None, name: str, noted: BlockInputs | None) -> str:
+    if batch is None:
+        return "no forward pass of the model was seen in this step"
+    if watched.is_split:
+        return "" if noted is not None else "the model is split, and not by FSDP2 into its blocks"
+    if not name:
+        return "the model is compiled, or has no list of blocks"
+    if batch.marks is None or not batch.marks.incoming:
+        return "no gradient arrived at the model's outputs"
+    return ""
 
 
 def _title(name: str) -> str:
@@ -89,6 +138,17 @@ def inputs_of_block(
 ) -> BlockInputs:
     """Compute a micro-batch once more, and return what enters one block and arrives at it."""
     inputs = BlockInputs()
+    handles = keep_inputs_of(watched.blocks[name], inputs)
+    try:
+        watched.repeat(batch, arriving)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return inputs
+
+
+def keep_inputs_of(block: torch.nn.Module, inputs: BlockInputs) -> list[Any]:
+    """Keep what enters a block in its next pass, and arrives at it; return the handles of the hooks that do."""
 
     def keep_inputs(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if inputs.kwargs is None:  # a checkpointed block computes twice
@@ -102,25 +162,62 @@ def inputs_of_block(
         if tensor is not None and tensor.requires_grad:
             tensor.register_hook(lambda gradient: setattr(inputs, "incoming", gradient.detach()))
 
-    block = watched.blocks[name]
-    handles = [
+    return [
         block.register_forward_pre_hook(keep_inputs, with_kwargs=True),
         block.register_forward_hook(keep_incoming),
     ]
-    try:
-        watched.repeat(batch, arriving)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return inputs
 
 
 def _plain(value: Any) -> Any:
-    return _pytree.tree_map(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, value)
+    """Return an argument without its graph, and without a cache: some blocks get one by position."""
+
+    def is_cache(leaf: Any) -> bool:
+        return hasattr(leaf, "get_seq_length") and hasattr(leaf, "update")
+
+    def plain(leaf: Any) -> Any:
+        if is_cache(leaf):
+            return None
+        return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
+
+    return _pytree.tree_map(plain, value, is_leaf=is_cache)
 
 
-def judge_block(block: torch.nn.Module, inputs: BlockInputs) -> Any:
-    """Return the errors of a block's output, and of the gradients of its input and its trainable parameters."""
+def whole_state(block: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the parameters and buffers of a block, gathered from all ranks where they are sharded."""
+    state = {**dict(block.named_parameters()), **dict(block.named_buffers())}
+    return {
+        name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+        for name, tensor in state.items()
+    }
+
+
+class _WithoutHooks(torch.nn.Module):
+    """A block that computes without its own hooks, by which FSDP2 would gather its weights in place of those given."""
+
+    def __init__(self, block: torch.nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.block.forward(*args, **kwargs)
+
+
+def _computed(block: torch.nn.Module, state: Mapping[str, torch.Tensor], args: Any, kwargs: Any) -> Any:
+    """Return what a block computes with other tensors in the place of its parameters and buffers."""
+    if not isinstance(block, FSDPModule):
+        return torch.func.functional_call(block, dict(state), args, kwargs)
+    named = {f"block.{name}": tensor for name, tensor in state.items()}
+    return torch.func.functional_call(_WithoutHooks(block), named, args, kwargs)
+
+
+def judge_block(block: torch.nn.Module, state: Mapping[str, torch.Tensor], inputs: BlockInputs) -> Any:
+    """Return the errors of a block's output, and of the gradients of its input and its trainable parameters.
+
+    Parameters
+    ----------
+    state : mapping of str to torch.Tensor
+        The block's parameters and buffers, whole.
+    """
     assert inputs.kwargs is not None
     assert inputs.incoming is not None
     rows = inputs.incoming.shape[0]
@@ -128,11 +225,9 @@ def judge_block(block: torch.nn.Module, inputs: BlockInputs) -> Any:
     kwargs = _first_row(inputs.kwargs, rows)
     incoming = inputs.incoming[:1]
     trained = {name for name, parameter in block.named_parameters() if parameter.requires_grad}
-    state = {**dict(block.named_parameters()), **dict(block.named_buffers())}
-    state = {name: tensor.detach() for name, tensor in state.items()}
     with without_dropout(block):
         return within_rounding(
-            _function_of(block, trained), state, args, kwargs, incoming, gradients=False, passes=PASSES, calls=1
+            _function_of(block, trained), dict(state), args, kwargs, incoming, gradients=False, passes=PASSES, calls=1
         ).results
 
 
@@ -160,7 +255,7 @@ def _function_of(block: torch.nn.Module, trained: set[str]) -> Callable[..., dic
             }
             first = _first_floating(args, kwargs).detach().requires_grad_()
             args, kwargs = _with_first(args, kwargs, first)
-            output = first_tensor(torch.func.functional_call(block, state, args, kwargs))
+            output = first_tensor(_computed(block, state, args, kwargs))
             assert output is not None
             wanted = {"input": first, **{name: state[name] for name in sorted(trained)}}
             gradients = torch.autograd.grad(output, list(wanted.values()), incoming, allow_unused=True)

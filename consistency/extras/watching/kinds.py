@@ -16,6 +16,7 @@ NOT_TRAINED = kinds.declare("not-trained")
 BASE_CHANGED = kinds.declare("base-changed")
 CARD_COUNTER = kinds.declare("card-counter")
 STANDS_STILL = kinds.declare("stands-still")
+LOSS_LEAVES = kinds.declare("loss-leaves")
 
 KINDS = (
     RANKS_DIFFER,
@@ -30,4 +31,5 @@ KINDS = (
     BASE_CHANGED,
     CARD_COUNTER,
     STANDS_STILL,
+    LOSS_LEAVES,
 )

@@ -7,7 +7,7 @@ module: the first one that makes NaN or infinity of finite inputs is named.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +32,7 @@ class Origin(NamedTuple):
 def gradients_are_finite(parameters: Sequence[torch.nn.Parameter]) -> bool:
     """Report whether every gradient is finite, by the norm of all; False where that overflows."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    gradients = [gradient for gradient in gradients if not gradient.is_sparse]  # torch takes no norm of these
     if not gradients:
         return True
     return bool(torch.nn.utils.get_total_norm(gradients).isfinite())
@@ -84,7 +85,7 @@ def _discovery(rank: int, origin: Origin, between: str) -> Discovery:
 def _origin(watched: WatchedModel, batches: Sequence[MicroBatch]) -> Origin | None:
     if watched.is_split:
         raise ValueError("the model is split over the ranks: a pass needs all of them")
-    for name, parameter in watched.model.named_parameters():
+    for name, parameter in watched.parameters().items():
         if not _is_finite(parameter):
             return Origin(layer=name, tensor="weight", batch=0)
     for number, batch in enumerate(batches):
@@ -100,22 +101,29 @@ def _first_in_pass(watched: WatchedModel, batch: MicroBatch) -> tuple[str, str] 
     backward: list[str] = []
     handles: list[Any] = []
     for name, module in watched.model.named_modules():
-        handles.append(module.register_forward_hook(_noting_result(name or "the loss", forward, backward)))
+        title = watched.own_name(name) or "the loss"
+        handles.append(module.register_forward_hook(_noting_result(title, forward, backward)))
     try:
         with buffers_kept(watched.model), batch.conditions(watched.device):
-            outputs = list(differentiable_outputs(watched.model(*batch.args, **batch.kwargs)).values())
+            outputs = differentiable_outputs(watched.model(*batch.args, **batch.kwargs))
             if not forward and outputs:
-                incoming = None
-                if batch.marks is not None:
-                    incoming = list(batch.marks.incoming.values())
-                incoming = incoming or [torch.ones_like(output) for output in outputs]
-                torch.autograd.grad(outputs, list(watched.trainable().values()), incoming, allow_unused=True)
+                incoming = {} if batch.marks is None else dict(batch.marks.incoming)
+                incoming = incoming or _ones_for_the_loss(outputs)
+                wanted = [outputs[number] for number in incoming]
+                parameters = list(watched.trainable().values())
+                torch.autograd.grad(wanted, parameters, list(incoming.values()), allow_unused=True)
     finally:
         for handle in handles:
             handle.remove()
     if forward:
         return forward[0], "output"
     return (backward[0], "gradient") if backward else None
+
+
+def _ones_for_the_loss(outputs: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+    """Return a gradient of ones for the model's own loss, or for all of its outputs where it has none."""
+    wanted = {0: outputs[0]} if 0 in outputs else outputs
+    return {number: torch.ones_like(tensor) for number, tensor in wanted.items()}
 
 
 def _noting_result(name: str, forward: list[str], backward: list[str]) -> Any:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from consistency.comparison.result import Severity
+from consistency.extras.watching.kinds import WRONG_SUM
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +41,8 @@ class Discovery:
     @property
     def key(self) -> tuple[Any, ...]:
         """What two discoveries of the same fault have in common, so that each fault is reported once."""
+        if self.kind == WRONG_SUM:  # each check takes another tensor, and what adds them up is one
+            return self.kind, self.ranks
         return self.kind, self.ranks, tuple(layer for layer, _ in self.tensors[:1])
 
 

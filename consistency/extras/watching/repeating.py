@@ -8,6 +8,7 @@ first: so other bits are a finding only after a pass has had equal ones.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,12 +17,16 @@ from torch.utils import _pytree
 
 from consistency.comparison import kinds
 from consistency.errors import first_line
+from consistency.extras.watching.block_on_cpu import BlockInputs, keep_inputs_of
 from consistency.extras.watching.kinds import OTHER_RANK_DIFFERS
 from consistency.extras.watching.micro_batch import MicroBatch, PassMarks, WatchedModel
 from consistency.extras.watching.outcome import CheckOutcome, Discovery
 from consistency.extras.watching.rank_talk import RankTalk, rank_names
 
 SPLIT = "the model is split over the ranks: a pass needs all of them"
+
+
+REENTRANT = "gradients: a reentrant checkpoint gives none to a pass that is made again"
 
 
 @dataclass(slots=True)
@@ -41,26 +46,41 @@ class Repeats:
     has_repeated: bool = False
     again: PassMarks | None = None
     suspect: str = ""
+    inputs: BlockInputs | None = None
+    """What one block had in the pass that was made again; None where none was."""
 
-    def check(self, watched: WatchedModel, batch: MicroBatch | None, talk: RankTalk, between: str) -> CheckOutcome:
-        """Compute the last micro-batch once more on this rank (check 2)."""
+    def check(
+        self, watched: WatchedModel, batch: MicroBatch | None, talk: RankTalk, between: str, block: str = ""
+    ) -> CheckOutcome:
+        """Compute the last micro-batch once more on this rank (check 2).
+
+        Parameters
+        ----------
+        block : str
+            The block whose inputs are kept, since it is judged next; empty for none.
+        """
         outcome = CheckOutcome(check="this rank repeats")
-        self.again, self.suspect = None, ""
+        self.again, self.suspect, self.inputs = None, "", None
         outcome.not_checked = _why_not(watched, batch)
         if outcome.not_checked or batch is None or batch.marks is None:
             return outcome
         try:
-            self.again = watched.repeat(batch, batch.marks.incoming)
-            place = batch.marks.first_difference(self.again)
+            first = batch.marks
+            self.inputs = BlockInputs() if block else None
+            self.again, is_whole = _pass_once_more(watched, batch, batch.marks.incoming, block, self.inputs)
+            if not is_whole:
+                first = first.of_forward_pass()
+                outcome.not_checked = REENTRANT
+            place = first.first_difference(self.again)
             if place is not None and not self.has_repeated:
                 outcome.not_checked = _why_never_equal(self.again, watched.repeat(batch, batch.marks.incoming))
         except Exception as error:  # model code may raise anything, and the training is to go on
             outcome.not_checked = f"the pass cannot be made again: {first_line(error)}"
             return outcome
-        outcome.figures["results"] = len(batch.marks.digests)
+        outcome.figures["results"] = len(first.digests)
         if place is None:
             self.has_repeated = True
-        elif not outcome.not_checked:
+        elif self.has_repeated:
             self._note_difference(outcome, watched, place, talk, between)
         return outcome
 
@@ -86,11 +106,36 @@ class Repeats:
         )
 
 
+def _pass_once_more(
+    watched: WatchedModel,
+    batch: MicroBatch,
+    incoming: Mapping[int, torch.Tensor],
+    block: str,
+    inputs: BlockInputs | None,
+) -> tuple[PassMarks, bool]:
+    """Compute a micro-batch once more, and tell whether gradients were: a reentrant checkpoint gives none."""
+    handles = keep_inputs_of(watched.blocks[block], inputs) if inputs is not None else []
+    try:
+        marks = watched.repeat(batch, incoming)
+    except RuntimeError as error:
+        if "use_reentrant" not in str(error):  # torch's own error about it
+            raise
+        marks = PassMarks()
+    finally:
+        for handle in handles:
+            handle.remove()
+    if marks.has_gradients:
+        return marks, True
+    return watched.repeat(batch, {}), False
+
+
 def _why_not(watched: WatchedModel, batch: MicroBatch | None) -> str:
     if watched.is_split:
         return SPLIT
     if batch is None or batch.marks is None:
         return "no forward pass of the model was seen in this step"
+    if watched.is_called_compiled:
+        return "the training compiles a wrapper of the model, and a pass once more would not be compiled"
     if not batch.marks.incoming:
         return "no gradient arrived at the model's outputs"
     return ""

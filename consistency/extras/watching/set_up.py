@@ -17,7 +17,7 @@ import torch
 from consistency.capture.names import split_name
 from consistency.capture.wording import counted, layers_text
 from consistency.errors import first_line
-from consistency.extras.watching.agreement import local_part_of
+from consistency.extras.watching.agreement import has_digest, local_part_of
 from consistency.extras.watching.kinds import NOT_RELOADED, NOT_TRAINED, SAME_BATCH, UNEQUAL_WEIGHTS
 from consistency.extras.watching.micro_batch import MicroBatch, WatchedModel, buffers_kept
 from consistency.extras.watching.outcome import CheckOutcome, Discovery
@@ -36,7 +36,7 @@ _WEIGHT_DIFFERENCE = 0.01
 """Relative difference of two weights from which a step's weights are told apart: rounding makes 10⁻⁵ and less."""
 
 
-def check_batches(recent: Sequence[str], talk: RankTalk, *, is_split: bool) -> CheckOutcome:
+def check_batches(recent: Sequence[str], talk: RankTalk, *, shares_batches: bool) -> CheckOutcome:
     """Compare the batches of all ranks, in several steps: one batch may be the same by chance.
 
     Parameters
@@ -45,7 +45,7 @@ def check_batches(recent: Sequence[str], talk: RankTalk, *, is_split: bool) -> C
         Digest of this rank's batch in the last few steps.
     """
     outcome = CheckOutcome(check="ranks see other batches")
-    if talk.world == 1 or is_split:
+    if talk.world == 1 or shares_batches:
         outcome.not_checked = "one rank" if talk.world == 1 else "ranks that hold parts of one model share a batch"
         return outcome
     by_rank = [tuple(digests) for digests in talk.gather(list(recent))]
@@ -74,28 +74,32 @@ class Trained:
 
     start: dict[str, str] = field(default_factory=dict)
     dtypes: dict[str, torch.dtype] = field(default_factory=dict)
-    had_gradient: set[str] = field(default_factory=set)
-    """Parameters that had a gradient that is not zero, and a learning rate above zero."""
+    first_gradient: dict[str, int] = field(default_factory=dict)
+    """Number of the first step in which a parameter had a gradient that is not zero, and a learning rate above zero."""
     reached: set[str] = field(default_factory=set)
     """Parameters that had a gradient, be it zero."""
     steps: int = 0
 
     def begin(self, watched: WatchedModel) -> None:
         """Note bits and dtypes."""
-        self.start = {name: digest(tensor.detach()).value for name, tensor in _local(watched.trainable()).items()}
-        self.dtypes = {name: tensor.dtype for name, tensor in watched.model.named_parameters()}
+        self.start = {
+            name: digest(tensor.detach()).value
+            for name, tensor in _local(watched.trainable()).items()
+            if has_digest(tensor)
+        }
+        self.dtypes = {name: tensor.dtype for name, tensor in watched.parameters().items()}
 
     def note_step(self, watched: WatchedModel, optimizer: torch.optim.Optimizer) -> None:
         """Note which parameters have a gradient that is not zero and a rate above zero, before a step."""
+        self.steps += 1
         rates = {id(p): group.get("lr", 1.0) for group in optimizer.param_groups for p in group["params"]}
         for name, parameter in watched.trainable().items():
             if parameter.grad is not None:
                 self.reached.add(name)
-            if name in self.had_gradient or parameter.grad is None or not float(rates.get(id(parameter), 0.0)):
+            if name in self.first_gradient or parameter.grad is None or not float(rates.get(id(parameter), 0.0)):
                 continue
-            if bool(local_part_of(parameter.grad)[0].any()):
-                self.had_gradient.add(name)
-        self.steps += 1
+            if bool(_dense(local_part_of(parameter.grad)[0]).any()):
+                self.first_gradient[name] = self.steps
 
     def check(self, watched: WatchedModel, optimizer: torch.optim.Optimizer, talk: RankTalk) -> CheckOutcome:
         """Name parameters that the optimizer has not, that got no gradient, or that did not change."""
@@ -105,10 +109,16 @@ class Trained:
         outcome.figures["trained"] = len(trainable)
         absent = [name for name, parameter in trainable.items() if id(parameter) not in held]
         without = [name for name in trainable if name not in self.reached and name not in absent]
+        # a rank may hold no part of a tensor that is split
+        by_rank = talk.gather(without)
+        without = [name for name in without if all(name in names for names in by_rank)]
         still = [
             name
             for name, parameter in _local(trainable).items()
-            if name in self.had_gradient and self.start.get(name) == digest(parameter.detach()).value
+            # the gradient of this step has not been used yet: it may be the first, as of a LoRA that began at zero
+            if name in self.start
+            and self.first_gradient.get(name, self.steps) < self.steps
+            and self.start.get(name) == digest(parameter.detach()).value
         ]
         if talk.rank:
             return outcome
@@ -128,7 +138,7 @@ class Trained:
         outcome = CheckOutcome(check="dtypes stay")
         changed = [
             (name, self.dtypes[name], parameter.dtype)
-            for name, parameter in watched.model.named_parameters()
+            for name, parameter in watched.parameters().items()
             if name in self.dtypes and parameter.dtype != self.dtypes[name]
         ]
         if changed:
@@ -150,6 +160,11 @@ _NOT_HELD = "make the optimizer after the adapter is added, and give it all para
 _NO_GRADIENT = "freeze them, or find out why the loss does not depend on them; a reentrant checkpoint needs "
 _NO_GRADIENT += "model.enable_input_require_grads()"
 _UNCHANGED = "the updates are smaller than half a unit of the dtype: train in float32, or raise the learning rate"
+
+
+def _dense(gradient: torch.Tensor) -> torch.Tensor:
+    """Return the values of a gradient, which an embedding may give as a sparse one."""
+    return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 
 def _untrained(names: Sequence[str], why: str, todo: str) -> Discovery:
@@ -185,6 +200,7 @@ def check_reloaded(watched: WatchedModel, folder: Path | None, talk: RankTalk) -
         return outcome
     outcome.figures["tensors"] = compared
     if differing:
+        differing = [watched.own_name(name) for name in differing]
         places = tuple(split_name(name) for name in differing)
         outcome.discoveries.append(
             Discovery(
@@ -304,7 +320,7 @@ def weighed_parameter(watched: WatchedModel) -> torch.nn.Parameter | None:
 
 def first_elements(gradient: torch.Tensor) -> torch.Tensor:
     """Return the first elements of a gradient in float64, on the CPU."""
-    return gradient.detach().reshape(-1)[:_MOST_WEIGHED].to("cpu", torch.float64)
+    return gradient.detach().to_dense().reshape(-1)[:_MOST_WEIGHED].to("cpu", torch.float64)
 
 
 def _fitted(part: torch.Tensor, mean: torch.Tensor) -> float | None:

@@ -7,10 +7,11 @@ gradient. An average, a clipped norm or a scale multiplies the whole tensor by o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from consistency.capture.names import split_name
 from consistency.extras.watching.kinds import WRONG_SUM
@@ -36,16 +37,21 @@ class LocalSum:
     total: torch.Tensor | None = None
     sizes: torch.Tensor | None = None
     passes: int = 0
-    _handle: Any = None
+    _handles: list[Any] = field(default_factory=list)
 
     def begin(self) -> None:
         """Add up the gradients of the passes to come."""
-        self._handle = self.parameter.register_hook(self._add)
+        self.listen_to(self.parameter)
+
+    def listen_to(self, parameter: torch.Tensor) -> None:
+        """Add up the gradients that a tensor gets: the parameter, or the whole of one that is sharded."""
+        self._handles.append(parameter.register_hook(self._add))
 
     def end(self) -> None:
         """Add up no more."""
-        if self._handle is not None:
-            self._handle.remove()
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
 
     def _add(self, gradient: torch.Tensor) -> None:
         values = _first_elements(gradient)
@@ -54,8 +60,13 @@ class LocalSum:
         self.passes += 1
 
 
+def _whole(gradient: torch.Tensor) -> torch.Tensor:
+    """Return a gradient whole, gathered from all ranks where it is sharded."""
+    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+
+
 def _first_elements(gradient: torch.Tensor) -> torch.Tensor:
-    return gradient.detach().reshape(-1)[:MOST_ELEMENTS].to("cpu", torch.float64)
+    return gradient.detach().to_dense().reshape(-1)[:MOST_ELEMENTS].to("cpu", torch.float64)
 
 
 def local_sum(watched: WatchedModel, number: int) -> LocalSum | None:
@@ -67,11 +78,17 @@ def local_sum(watched: WatchedModel, number: int) -> LocalSum | None:
     return LocalSum(name=name, parameter=trainable[name])
 
 
-def check_sum(local: LocalSum | None, talk: RankTalk, between: str) -> CheckOutcome:
+def check_sum(watched: WatchedModel, local: LocalSum | None, talk: RankTalk, between: str) -> CheckOutcome:
     """Compare the gradient of one tensor with the sum of what the ranks computed."""
     outcome = CheckOutcome(check="what is added up")
     if talk.world == 1:
         outcome.not_checked = "one rank"
+        return outcome
+    if watched.is_split and local is None:
+        outcome.not_checked = "the model is split: a rank keeps a part of each sum"
+        return outcome
+    if compression := watched.compression():
+        outcome.not_checked = f"the training compresses its sums by torch's {compression}"
         return outcome
     sent = None
     if local is not None and local.total is not None and local.sizes is not None and local.parameter.grad is not None:
@@ -83,7 +100,7 @@ def check_sum(local: LocalSum | None, talk: RankTalk, between: str) -> CheckOutc
     outcome.figures["tensor"] = local.name
     totals = torch.stack([torch.from_numpy(total) for total, _, _ in by_rank])
     sizes = torch.stack([torch.from_numpy(size) for _, size, _ in by_rank]).sum(0)
-    gradient = _first_elements(local.parameter.grad)
+    gradient = _first_elements(_whole(local.parameter.grad))
     additions = talk.world + sum(passes for _, _, passes in by_rank)
     dtype = local.parameter.grad.dtype
     outcome.not_checked = _why_not_judged(gradient, totals, dtype)
@@ -154,11 +171,13 @@ def _wrong_sum(
     explanation, ranks = "", tuple(range(len(totals)))
     for rank in range(len(totals)):
         without = totals.sum(0) - totals[rank]
-        if bool(without.any()) and ratio_of_sum(gradient, without, sizes, additions, dtype) <= 1:
+        if len(totals) > 2 and bool(without.any()) and ratio_of_sum(gradient, without, sizes, additions, dtype) <= 1:
             explanation, ranks = f"; without {rank_names([rank])} it is right: the sum leaves it out", (rank,)
             break
         if ratio_of_sum(gradient, totals[rank], sizes, additions, dtype) <= 1:
             explanation, ranks = f"; it is that of {rank_names([rank])} alone: nothing is added up", (rank,)
+            if len(totals) == 2:
+                explanation, ranks = f"{explanation}, or {rank_names([1 - rank])} is left out", (0, 1)
             break
     if not explanation:
         # the bound of few additions in bfloat16 holds those in float16 too: which of the two it was is not told

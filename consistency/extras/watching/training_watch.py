@@ -37,8 +37,16 @@ from consistency.extras.watching.agreement import (
 )
 from consistency.extras.watching.block_on_cpu import check_block
 from consistency.extras.watching.counters import check_counters
+from consistency.extras.watching.grouping import one_for_each_fault
 from consistency.extras.watching.kinds import BASE_CHANGED
-from consistency.extras.watching.micro_batch import MicroBatch, PassMarks, WatchedModel
+from consistency.extras.watching.loss_by_rank import LossByRank, loss_in
+from consistency.extras.watching.micro_batch import (
+    MicroBatch,
+    PassMarks,
+    WatchedModel,
+    is_inside_compiled_call,
+    not_compiled,
+)
 from consistency.extras.watching.not_finite import check_origin, gradients_are_finite
 from consistency.extras.watching.outcome import CheckOutcome, Discovery
 from consistency.extras.watching.rank_talk import RankTalk, place_of_rank
@@ -51,6 +59,7 @@ from consistency.extras.watching.set_up import (
     first_elements,
     weighed_parameter,
 )
+from consistency.extras.watching.sharded_block import ShardedBlock, can_be_gathered
 from consistency.extras.watching.standstill import Standstill
 from consistency.extras.watching.sums import LocalSum, check_sum, local_sum
 
@@ -131,9 +140,12 @@ class Watch:
         self._recent: deque[str] = deque(maxlen=_BATCHES)
         self._buffers: Digests = {}
         self._local_sum: LocalSum | None = None
+        self._sharded: ShardedBlock | None = None
         self._parts: list[torch.Tensor] = []
         self._remove_step_hooks: list[Callable[[], None]] = []
         self._repeats = Repeats()
+        self._loss_by_rank = LossByRank()
+        self._gives_no_loss = False
         self._trained = Trained()
         self._trained.begin(self._watched)
         self._counters: dict[str, Any] = {}
@@ -152,20 +164,22 @@ class Watch:
         )
         self._handles = [
             # of the whole: DistributedDataParallel talks to the other ranks before the model's own forward pass
-            model.register_forward_pre_hook(self._note_begin),
-            self._watched.model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
-            self._watched.model.register_forward_hook(self._after_forward),
+            model.register_forward_pre_hook(not_compiled(self._note_begin)),
+            self._watched.model.register_forward_pre_hook(not_compiled(self._before_forward), with_kwargs=True),
+            self._watched.model.register_forward_hook(not_compiled(self._after_forward)),
             self._optimizer.register_step_pre_hook(self._before_update),
         ]
 
-    def step(self, batch: Any = None, loss: Any = None) -> bool:  # noqa: ARG002 - for the reader of a loop
+    def step(self, batch: Any = None, loss: Any = None) -> bool:  # noqa: ARG002 - `batch` is for the reader of a loop
         """Say that a step of the training's loop is done; return whether the training is to stop.
 
         Parameters
         ----------
         batch, loss
-            Not needed, since hooks see them: a loop may give them for the reader's sake.
+                Hooks see the batch. The loss is needed where the model does not give it: it is compared between ranks.
         """
+        if self._gives_no_loss:
+            self._loss_by_rank.note(loss)
         return self.should_stop
 
     def close(self) -> None:
@@ -188,14 +202,22 @@ class Watch:
         if self._is_checking or not model.training or not torch.is_grad_enabled():
             return
         batch = self._watched.batch_of(args, kwargs)
+        if self._parts and self._has_no_gradient():
+            # gradients were put away without a step, as a gradient scaler does where one overflows
+            self._end_step()
+        if self._watched.blocks and self.is_due(self._done + 1) and is_inside_compiled_call():
+            # a hook on its blocks would have torch compile the step that is checked by itself
+            self._watched.blocks, self._watched.is_called_compiled = {}, True
         is_first = not self._batches
         self._batches.append(batch)
         if not self.is_due(self._done + 1):
             return
         if is_first:
             # here, since DistributedDataParallel has just sent the first rank's buffers to all
-            self._buffers = digests_of(BUFFER, dict(self._watched.model.named_buffers()))
+            self._buffers = digests_of(BUFFER, self._watched.buffers())
             self._begin_sums()
+        if self._sharded is not None:
+            self._sharded.begin_micro_batch()
         if not self._watched.is_split:
             batch.marks = PassMarks()
             for earlier in self._batches[:-1]:
@@ -203,15 +225,24 @@ class Watch:
             self._end_marks()
             self._remove_marks = self._watched.mark(batch.marks)
 
+    def _has_no_gradient(self) -> bool:
+        gradients = (parameter.grad for parameter in self._watched.trainable().values())
+        return not any(gradient is not None and bool(gradient.any()) for gradient in gradients)
+
     def _note_begin(self, model: torch.nn.Module, _: Any) -> None:
         """Note that a forward pass begins; one of an evaluation is a sign of life alone."""
         self._standstill.is_alive()
         if not self._is_checking and model.training and torch.is_grad_enabled():
             self._standstill.forward_begins(self._done + 1, len(self._batches) + 1)
 
-    def _after_forward(self, *_: Any) -> None:
-        if self._batches and not self._is_checking:
-            self._standstill.forward_ends(self._done + 1, len(self._batches))
+    def _after_forward(self, model: torch.nn.Module, _args: Any, output: Any) -> None:
+        if not self._batches or self._is_checking:
+            return
+        self._standstill.forward_ends(self._done + 1, len(self._batches))
+        if model.training and torch.is_grad_enabled():
+            loss = loss_in(output)
+            self._gives_no_loss = loss is None
+            self._loss_by_rank.note(loss)
 
     _remove_marks: Callable[[], None] | None = None
 
@@ -223,11 +254,16 @@ class Watch:
     def _begin_sums(self) -> None:
         """Have what backward passes give two tensors noted until the end of the step."""
         number = 0 if self._done == self._first_step else (self._done + 1) // self.every
-        if self._talk.world > 1:
+        name = self._block_in_turn(self._done + 1)
+        if can_be_gathered(self._watched, name):
+            self._sharded = ShardedBlock(self._watched, name, number)
+            self._local_sum = self._sharded.local
+            self._remove_step_hooks.append(self._sharded.end)
+        elif self._talk.world > 1:
             self._local_sum = local_sum(self._watched, number)
-        if self._local_sum is not None:
-            self._local_sum.begin()
-            self._remove_step_hooks.append(self._local_sum.end)
+            if self._local_sum is not None:
+                self._local_sum.begin()
+                self._remove_step_hooks.append(self._local_sum.end)
         parameter = weighed_parameter(self._watched)
         if parameter is not None and not self._watched.is_split:
             handle = parameter.register_hook(lambda gradient: self._parts.append(first_elements(gradient)))
@@ -264,7 +300,7 @@ class Watch:
 
     def _end_step(self) -> None:
         self._end_hooks_of_step()
-        self._batches, self._parts, self._local_sum = [], [], None
+        self._batches, self._parts, self._local_sum, self._sharded = [], [], None, None
 
     # --- what is checked ----------------------------------------------------------------------------------------------
 
@@ -275,20 +311,22 @@ class Watch:
             self._was_not_finite = True
             yield lambda: check_origin(self._watched, self._batches, self._talk, f"in step {step}")
         if step == self._first_step + _BATCHES:
-            yield lambda: check_batches(self._recent, self._talk, is_split=self._watched.is_split)
+            yield lambda: check_batches(self._recent, self._talk, shares_batches=self._watched.shares_batches)
         if not self.is_due(step):
             return
         if step == self._first_step + 1:
             yield lambda: check_reloaded(self._watched, self._resumed_from, self._talk)
             yield self._check_base_of_start
         else:
-            yield lambda: check_batches(self._recent, self._talk, is_split=self._watched.is_split)
+            yield lambda: check_batches(self._recent, self._talk, shares_batches=self._watched.shares_batches)
             yield lambda: self._trained.check(self._watched, self._optimizer, self._talk)
         yield lambda: self._trained.check_dtypes(self._watched, self._talk)
         yield lambda: self._check_agreement(between)
-        yield lambda: check_sum(self._local_sum, self._talk, between)
+        yield lambda: self._loss_by_rank.check(self._own_norm(), self._talk, between)
+        yield lambda: check_sum(self._watched, self._local_sum, self._talk, between)
         yield lambda: check_weights(self._watched, self._batches, self._parts)
-        yield lambda: self._repeats.check(self._watched, self._last_batch, self._talk, between)
+        turn = self._block_in_turn(step)
+        yield lambda: self._repeats.check(self._watched, self._last_batch, self._talk, between, turn)
         yield lambda: check_on_next_rank(self._watched, self._last_batch, self._repeats, self._talk, between)
         yield lambda: self._check_block(step, between)
         yield lambda: check_counters(self._counters, self._watched.device, self._talk, between)
@@ -304,26 +342,33 @@ class Watch:
         return gradients_are_finite(list(self._watched.trainable().values()))
 
     def _frozen_digests(self) -> Digests:
-        frozen = {name: tensor for name, tensor in self._watched.model.named_parameters() if not tensor.requires_grad}
+        frozen = {name: tensor for name, tensor in self._watched.parameters().items() if not tensor.requires_grad}
         return digests_of(PARAMETER, frozen)
 
     def _check_agreement(self, between: str) -> CheckOutcome:
         """Compare what all ranks hold, and the base weights with those of the start."""
         watched = self._watched
-        parameters = digests_of(PARAMETER, dict(watched.model.named_parameters()))
-        names = {id(parameter): name for name, parameter in watched.model.named_parameters()}
-        trainable = watched.trainable()
-        gradients = {name: tensor.grad for name, tensor in trainable.items() if tensor.grad is not None}
-        own = {**parameters, **self._buffers, **digests_of(GRADIENT, gradients)}
-        if type(self._optimizer).__name__ != "ZeroRedundancyOptimizer":  # each rank has the state of its own part
-            own |= digests_of(STATE, optimizer_tensors(self._optimizer, names))
+        parameters = digests_of(PARAMETER, watched.parameters())
+        own = dict(self._buffers)
+        if not watched.has_flat_parts:
+            own |= parameters | self._gradient_and_state_digests()
         outcome = check_agreement(self._talk, own, start=self._start, between=between)
+        if watched.has_flat_parts and not outcome.not_checked:
+            outcome.not_checked = "parameters: each rank holds a part of every one (FullyShardedDataParallel)"
         changed = changed_base(parameters, self._start)
         if changed and not outcome.discoveries:
             outcome.discoveries.append(_base_changed(changed, f"{between}", "since the training began"))
         if self._talk.rank:
             outcome.discoveries = []  # every rank has found the same
         return outcome
+
+    def _gradient_and_state_digests(self) -> Digests:
+        gradients = {name: tensor.grad for name, tensor in self._watched.trainable().items() if tensor.grad is not None}
+        digests = digests_of(GRADIENT, gradients)
+        if type(self._optimizer).__name__ != "ZeroRedundancyOptimizer":  # each rank has the state of its own part
+            names = {id(parameter): name for name, parameter in self._watched.parameters().items()}
+            digests |= digests_of(STATE, optimizer_tensors(self._optimizer, names))
+        return digests
 
     def _check_base_of_start(self) -> CheckOutcome:
         """Compare the base weights with those that the training had when it first began."""
@@ -351,27 +396,41 @@ class Watch:
             outcome.discoveries.append(_base_changed(changed, "on resuming", "than when the training began"))
         return outcome
 
+    def _own_norm(self) -> float | None:
+        """Return the norm of this rank's own gradient of the tensor whose sum is checked."""
+        total = None if self._local_sum is None else self._local_sum.total
+        return None if total is None else float(total.norm())
+
     def _check_block(self, step: int, between: str) -> CheckOutcome:
         """Judge one block on every rank: the one at which bits differed on any, or else the next one in turn."""
         suspects = [name for name in self._talk.gather(self._repeats.suspect) if name]
+        turn = self._block_in_turn(step)
+        name = suspects[0] if suspects else turn
+        noted = self._repeats.inputs if self._sharded is None else self._sharded.inputs
+        if name != turn:
+            noted = None  # a pass once more tells what that one has
+        file = None if self.folder is None else self.folder / f"block-of-step-{step}-rank-{self._talk.rank}.safetensors"
+        return check_block(self._watched, self._last_batch, name, self._talk, between, noted, file)
+
+    def _block_in_turn(self, step: int) -> str:
+        """Return the block that is judged in a step; empty where none can be."""
         names = list(self._watched.blocks)
-        name = suspects[0] if suspects else ""
-        if not name and names:
-            name = names[(step // self.every) % len(names)]
-        return check_block(self._watched, self._last_batch, name, self._talk, between)
+        return names[(step // self.every) % len(names)] if names else ""
 
     # --- what follows from it -----------------------------------------------------------------------------------------
 
     def _conclude(self, step: int, outcomes: list[tuple[CheckOutcome, float]]) -> None:
         """Tell all ranks what any has found, write it down, and do what was asked for."""
         by_rank = self._talk.gather([outcome.discoveries for outcome, _ in outcomes])
-        new: list[Discovery] = []
+        seen: dict[tuple[Any, ...], Discovery] = {}
         for number in range(len(outcomes)):
             for discoveries in by_rank:
                 for discovery in discoveries[number]:
-                    if discovery.key not in self._said:
-                        self._said.add(discovery.key)
-                        new.append(discovery)
+                    seen.setdefault(discovery.key, discovery)
+        # a fault that was said before and is still there explains what follows from it now
+        faults = one_for_each_fault(list(seen.values()))
+        new = [discovery for discovery in faults if discovery.key not in self._said]
+        self._said.update(seen, (discovery.key for discovery in new))
         self.findings += new
         seconds = sum(elapsed for _, elapsed in outcomes)
         self.metrics = {"watch/findings": float(len(self.findings)), "watch/seconds": seconds}

@@ -7,104 +7,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import consistency
 from consistency.extras.watching.watch import TrainingError
-from tests.extras.watching.trainings import Training, batch, block, flip, is_of_the_device, on_ranks
+from tests.extras.watching.faults import (
+    add_in_half,
+    base_bit,
+    buffer_bit,
+    drop_rank,
+    late_sum,
+    lora_bit,
+    no_fault,
+    old_state,
+    scaled_attention,
+    zero_backward,
+)
+from tests.extras.watching.trainings import Training, batch, on_ranks
 
 pytestmark = pytest.mark.process
 
 LAYER = "model.layers.1"
-
-
-def lora_bit(step: int, training: Training) -> None:
-    if step == 3 and training.rank == 1:
-        flip(block(training).self_attn.q_proj.lora_B["default"].weight)
-
-
-def base_bit(step: int, training: Training) -> None:
-    if step == 3 and training.rank == 1:
-        flip(block(training).mlp.up_proj.weight)
-
-
-def buffer_bit(step: int, training: Training) -> None:
-    training.call.broadcast_buffers = False  # on all ranks, as broadcast_buffers=False
-    if step == 3 and training.rank == 1:
-        flip(training.model.get_base_model().model.rotary_emb.inv_freq)
-
-
-def old_state(step: int, training: Training) -> None:
-    weight = block(training).self_attn.q_proj.lora_B["default"].weight
-    if step == 3 and training.rank == 1:
-        training.kept["old"] = training.optimizer.state[weight]["exp_avg"].clone()
-    if step == 4 and training.rank == 1:
-        training.optimizer.state[weight]["exp_avg"].copy_(training.kept["old"])
-
-
-def scaled_attention(step: int, training: Training) -> None:
-    """Multiply the attention's output of one layer by 1.02 on rank 1, as a card that computes wrongly."""
-    if step == 3 and training.rank == 1:
-
-        def scale(module: Any, args: Any, output: Any) -> Any:
-            return (output[0] * 1.02, *output[1:]) if is_of_the_device() else output
-
-        block(training).self_attn.register_forward_hook(scale)
-
-
-def zero_backward(step: int, training: Training) -> None:
-    """Make the gradient that leaves one MLP zero on rank 1, as a card that computes wrongly."""
-    if step == 3 and training.rank == 1:
-
-        def vanish(module: Any, incoming: Any, outgoing: Any) -> Any:
-            return tuple(None if g is None else g * 0 for g in incoming) if is_of_the_device() else None
-
-        block(training).mlp.register_full_backward_hook(vanish)
-
-
-def drop_rank(step: int, training: Training) -> None:
-    if step == 1:
-        training.call.register_comm_hook(training, _dropping)
-
-
-def _dropping(training: Training, bucket: Any) -> Any:
-    tensor = bucket.buffer() * (0 if training.rank == 1 else 1) / (training.world - 1)
-    return torch.distributed.all_reduce(tensor, async_op=True).get_future().then(lambda f: f.value()[0])
-
-
-def add_in_half(step: int, training: Training) -> None:
-    if step == 1:
-        training.call.register_comm_hook(training, _halving)
-
-
-def _halving(training: Training, bucket: Any) -> Any:
-    tensor = bucket.buffer().bfloat16() / training.world
-    return torch.distributed.all_reduce(tensor, async_op=True).get_future().then(lambda f: f.value()[0].float())
-
-
-def late_sum(step: int, training: Training) -> None:
-    if step == 1:
-        training.call.register_comm_hook(training, _late)
-
-
-def _late(training: Training, bucket: Any) -> Any:
-    """Return the sum of the step before, as a reduction that nobody waits for."""
-    tensor = bucket.buffer() / training.world
-    before = training.kept.get("before", tensor.clone())
-
-    def done(future: Any) -> Any:
-        training.kept["before"] = future.value()[0].clone()
-        return before
-
-    return torch.distributed.all_reduce(tensor, async_op=True).get_future().then(done)
-
-
-for hook in (_dropping, _halving, _late):
-    hook.__annotations__.clear()  # DistributedDataParallel takes no other than its own, which here are texts
-
-
-def no_fault(step: int, training: Training) -> None:
-    pass
 
 
 def train(rank: int, world: int, fault: Callable[[int, Training], None], accumulate: int, same: bool) -> Any:
@@ -173,11 +95,14 @@ def train_into(rank: int, world: int, folder: str) -> int:
     return 0
 
 
-def test_the_report_of_several_findings_is_read_again(tmp_path: Path) -> None:
+def test_what_one_fault_does_is_one_finding_in_the_report(tmp_path: Path) -> None:
     on_ranks(3, train_into, str(tmp_path))
     report = consistency.load_report(tmp_path)
     assert report.verdict == "inconsistent"
-    assert {finding.kind for finding in report.findings} == {"other-rank-differs", "wrong-block"}
+    (finding,) = report.findings
+    assert (finding.kind, finding.workers) == ("wrong-block", ("rank 1",))
+    for pair in ("ranks 0 and 1", "ranks 1 and 2"):
+        assert any(line.startswith(f"with it: {pair} compute") for line in finding.detail), finding.detail
     assert all((tmp_path / name).is_file() for name in ("report.md", "report.html", "watch.jsonl"))
 
 

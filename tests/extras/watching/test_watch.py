@@ -12,6 +12,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import consistency
 from consistency.capture.whole_file import WholeFile
@@ -19,30 +20,9 @@ from consistency.errors import CaptureError, UsageError
 from consistency.extras.watching import report
 from consistency.extras.watching.outcome import CheckOutcome
 from consistency.extras.watching.watch import TrainingError
-from tests.extras.watching.trainings import Training, batch, block, flip, is_of_the_device, tiny_llama
+from tests.extras.watching.trainings import Training, batch, block, flip, is_of_the_device, losses, tiny_llama, trainer
 
 pytestmark = pytest.mark.process
-
-
-def trainer(folder: Path, model: Any, callbacks: list[Any], *, dtype_of_loss: Any = None, **options: Any) -> Any:
-    from transformers import Trainer, TrainingArguments
-
-    samples = [{name: values[0] for name, values in batch(number, rows=1).items()} for number in range(24)]
-    arguments = TrainingArguments(
-        output_dir=str(folder),
-        per_device_train_batch_size=2,
-        learning_rate=1e-2,
-        logging_steps=1,
-        report_to=[],
-        disable_tqdm=True,
-        use_cpu=True,
-        **{"max_steps": 5, "save_strategy": "no", **options},
-    )
-    return Trainer(model=model, args=arguments, train_dataset=samples, callbacks=callbacks)
-
-
-def losses(made: Any) -> list[float]:
-    return [entry["loss"] for entry in made.state.log_history if "loss" in entry]
 
 
 def bits(model: Any) -> list[bytes]:
@@ -120,7 +100,7 @@ def test_a_finding_stops_the_trainer_which_saves_first(tmp_path: Path) -> None:
     assert (tmp_path / "checkpoint-4").is_dir()
     assert [found.kind for found in callback.findings] == ["base-changed"]
     loaded = consistency.load_report(tmp_path / "watch")
-    assert loaded.findings[0].tensors == ("watch::base_model.model.model.layers.1.mlp.up_proj.weight",)
+    assert loaded.findings[0].tensors == ("watch::model.layers.1.mlp.up_proj.weight",)
     assert made.state.log_history[-2]["watch/findings"] == 1.0
 
 
@@ -208,7 +188,31 @@ def scaled(step: int, training: Training) -> None:
 def test_a_card_that_is_always_wrong_is_named_by_the_cpu(tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match=r"rank 0 computes model\.layers\.1 wrong"):
         Training(on_finding="raise").run(tmp_path, scaled)
-    assert consistency.load_report(tmp_path).verdict == "inconsistent"
+    report = consistency.load_report(tmp_path)
+    assert report.verdict == "inconsistent"
+    tensors = load_file(tmp_path / "block-of-step-2-rank-0.safetensors")
+    assert str(tmp_path / "block-of-step-2-rank-0.safetensors") in report.findings[0].detail[-1]
+    assert torch.equal(computed_again(tensors, seed=1), computed_again(tensors, seed=2)), "all weights are in the file"
+
+
+def test_a_gradient_that_has_just_come_is_no_parameter_that_stays() -> None:
+    # in the first step one matrix of each LoRA is zero, and so is the gradient of the other
+    model = tiny_llama(begins_at_zero=True)
+    trained = [tensor for tensor in model.parameters() if tensor.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-2, weight_decay=0)
+    assert Training(model=model, optimizer=optimizer).run(None) == []
+
+
+def computed_again(tensors: dict[str, torch.Tensor], *, seed: int) -> torch.Tensor:
+    """Compute the block of a file in a model that begins with other weights."""
+    layer = tiny_llama(seed=seed).get_base_model().model.layers[1]
+    weights = {name.removeprefix("weight "): tensor for name, tensor in tensors.items() if name.startswith("weight ")}
+    layer.load_state_dict(weights, strict=False)
+    hidden = tensors["input [0][0]"]
+    tables = (tensors["input [1]['position_embeddings'][0]"], tensors["input [1]['position_embeddings'][1]"])
+    output: torch.Tensor = layer(hidden, position_embeddings=tables)
+    assert output.shape == tensors["gradient of the output"].shape
+    return output
 
 
 def frozen_in_optimizer(training: Training) -> None:

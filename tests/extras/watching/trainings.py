@@ -23,7 +23,9 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 VOCABULARY = 64
 
 
-def tiny_llama(*, layers: int = 3, seed: int = 0, dropout: float = 0.0, **config: Any) -> Any:
+def tiny_llama(
+    *, layers: int = 3, seed: int = 0, dropout: float = 0.0, begins_at_zero: bool = False, **config: Any
+) -> Any:
     """Return a Llama with a LoRA, float32, with the same weights for the same seed."""
     from peft import LoraConfig, get_peft_model
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -41,7 +43,7 @@ def tiny_llama(*, layers: int = 3, seed: int = 0, dropout: float = 0.0, **config
         )
     )
     lora = LoraConfig(
-        r=4, target_modules=["q_proj", "v_proj", "down_proj"], lora_dropout=dropout, init_lora_weights=False
+        r=4, target_modules=["q_proj", "v_proj", "down_proj"], lora_dropout=dropout, init_lora_weights=begins_at_zero
     )
     return get_peft_model(made, lora)
 
@@ -66,6 +68,8 @@ class Training:
     model: Any = None
     optimizer: Any = None
     call: Any = None
+    is_wrapped: bool = False
+    """Whether the model itself was split, so that nothing more is put around it."""
     options: dict[str, Any] = field(default_factory=dict)
     kept: dict[str, Any] = field(default_factory=dict)
     """What a planted fault keeps from one step to another."""
@@ -79,7 +83,7 @@ class Training:
 
         self.model = self.model if self.model is not None else tiny_llama()
         self.call = self.call or self.model
-        if self.world > 1 and self.call is self.model:
+        if self.world > 1 and self.call is self.model and not self.is_wrapped:
             self.call = DistributedDataParallel(self.model)
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.optimizer = self.optimizer or torch.optim.AdamW(trained, lr=1e-2)
@@ -118,6 +122,27 @@ def is_of_the_device() -> bool:
 
 def block(training: Training) -> Any:
     return training.model.get_base_model().model.layers[1]
+
+
+def trainer(folder: Path, model: Any, callbacks: list[Any], **options: Any) -> Any:
+    from transformers import Trainer, TrainingArguments
+
+    samples = [{name: values[0] for name, values in batch(number, rows=1).items()} for number in range(24)]
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        per_device_train_batch_size=2,
+        learning_rate=1e-2,
+        logging_steps=1,
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=True,
+        **{"max_steps": 5, "save_strategy": "no", **options},
+    )
+    return Trainer(model=model, args=arguments, train_dataset=samples, callbacks=callbacks)
+
+
+def losses(made: Any) -> list[float]:
+    return [entry["loss"] for entry in made.state.log_history if "loss" in entry]
 
 
 def on_ranks(world: int, work: Callable[..., Any], *args: Any) -> list[Any]:
