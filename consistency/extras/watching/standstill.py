@@ -36,6 +36,9 @@ _GONE_BEATS = 5
 _CHECK = 1 << 20
 """Part of a step that is the check of a watch: after all of its micro-batches."""
 
+_SAID = "said"
+"""Key in the store that is there once a rank has said what the training waits for."""
+
 _numbers = itertools.count()
 
 
@@ -223,8 +226,23 @@ class Standstill:
         discovery = self._discovery(gone, latest)
         if self._rank == min(set(range(len(latest))) - set(gone)):
             self._say(discovery)
+            with suppress(RuntimeError):
+                self._store.set(_SAID, "")
+        elif discovery.ranks:
+            self._wait_until_said()
         if discovery.ranks:
             self._end()
+
+    def _wait_until_said(self) -> None:
+        """Wait for the rank that says it: a process that ends takes others with it, by torch's error of a collective.
+
+        Signs of life go on, or that rank would take this one for gone.
+        """
+        until_s = time.monotonic() + self._timeout_s
+        with suppress(RuntimeError):  # that rank holds the store, and has ended
+            while time.monotonic() < until_s and not self._store.check([_SAID]):
+                self._leave_sign()
+                time.sleep(self._beat_s)
 
     # --- an error that ends the training ------------------------------------------------------------------------------
 

@@ -506,7 +506,9 @@ class Watch:
 def _say(text: str) -> None:
     """Print a line on stderr; where that is a file on a full disk, the training goes on without."""
     with suppress(OSError):
-        print(f"consistency.watch: {text}", file=sys.stderr, flush=True)
+        # in one piece: another thread may be printing the traceback of an error
+        sys.stderr.write(f"consistency.watch: {text}\n")
+        sys.stderr.flush()
 
 
 def _unwritten(place: Path, error: Exception) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from consistency.extras.watching import standstill
 from tests.extras.watching.trainings import Training
 
 WRONG_RANK, WRONG_STEP = 1, 3
@@ -31,6 +32,13 @@ def stopped(step: int, training: Training) -> None:
 def slow_storage(step: int, training: Training) -> None:
     if (step, training.rank) == (WRONG_STEP, WRONG_RANK):
         time.sleep(600)
+
+
+def late_speaker(step: int, training: Training) -> None:
+    """Stand still, and have the rank that is to say so take longer than the others to conclude it."""
+    if training.rank == 0:
+        standstill._GONE_BEATS = 12
+    slow_storage(step, training)
 
 
 def slow_step(step: int, training: Training) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -41,17 +42,28 @@ def trained(folder: Path, fault: str, on_finding: str) -> list[tuple[int, str, s
     return [ends[rank] for rank in range(WORLD)]
 
 
+def said_by_watch(errors: str) -> list[str]:
+    """Return what the watch has said, be it within a line of torch's own."""
+    return re.findall(r"consistency\.watch: .*", errors)
+
+
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
         pytest.param("stopped", "gives no sign of life: its process is gone or stopped", marks=pytest.mark.slow),
+        pytest.param(
+            "late_speaker",
+            f"stands before the forward pass of step {WRONG_STEP} (standing_rank.py:",
+            marks=pytest.mark.slow,
+        ),
         ("slow_storage", f"stands before the forward pass of step {WRONG_STEP} (standing_rank.py:"),
     ],
 )
 def test_a_rank_that_the_others_wait_for_is_named(tmp_path: Path, fault: str, said: str) -> None:
     ends = trained(tmp_path, fault, "raise")
     assert [ends[rank][0] for rank in (0, 2)] == [1, 1], "they end, and do not wait for the time-out of torch"
-    lines = [line for line in ends[0][2].splitlines() if line.startswith("consistency.watch")]
+    lines = said_by_watch(ends[0][2])
+    assert "Traceback" not in ends[0][2], "no other rank has ended before this one has said why"
     assert f"rank {WRONG_RANK} (" in lines[0]
     assert said in lines[0]
     assert "consistency.watch" not in ends[2][2], "one rank speaks"
@@ -66,7 +78,7 @@ def test_a_rank_that_was_killed_is_named_beside_the_error_of_torch(tmp_path: Pat
     ends = trained(tmp_path, "killed", "warn")
     assert ends[WRONG_RANK][0] == -9
     assert "Traceback" in ends[0][2]
-    lines = [line for line in ends[0][2].splitlines() if line.startswith("consistency.watch")]
+    lines = said_by_watch(ends[0][2])
     assert f"rank {WRONG_RANK} (" in lines[0]
     assert "gives no sign of life" in lines[0]
     assert "last seen" in lines[0], "up to a beat before"
