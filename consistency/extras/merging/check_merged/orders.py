@@ -167,6 +167,10 @@ class LowRankSum:
         """Return the sum of some rows."""
         return LowRankSum(self.base[rows].contiguous(), self.left[rows].contiguous(), self.right, self.scaling)
 
+    def pairs(self, row: torch.Tensor, column: torch.Tensor) -> LowRankSum:
+        """Return single elements: their base, `(n,)`, their rows of L and, beside each, its column of R."""
+        return LowRankSum(self.base[row, column], self.left[row], self.right[:, column], self.scaling)
+
     def delta(self, rows: slice) -> torch.Tensor:
         """Return rows of the exact delta, float64."""
         return (self.left[rows].double() @ self.right.double()).mul_(self.scaling)
@@ -235,10 +239,16 @@ class _Product:
 
     def ends_at(self, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
         """Return the lower and the upper ends of single elements: `(2, n)`, float64."""
-        left, right = self._left[row], self._right.T[column]
+        return self._ends_of_pairs(self._left[row], self._right.T[column], self._base[row, column])
+
+    def ends_of_pairs(self) -> torch.Tensor:
+        """Return the ends of elements, each of a row of L and the column of R beside it: `(2, n)`, float64."""
+        return self._ends_of_pairs(self._left, self._right.T, self._base)
+
+    def _ends_of_pairs(self, left: torch.Tensor, right: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
         middle = (left * right).sum(dim=1)
         off = left.norm(dim=1) * self._share * right.norm(dim=1) + self._floor
-        return self._merged(torch.stack((middle - off, middle + off)), self._base[row, column])
+        return self._merged(torch.stack((middle - off, middle + off)), base)
 
     def _merged(self, ends: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
         order = self._order
@@ -436,6 +446,7 @@ class MergeWriter:
         samples = _Rows.growing(actual, of)
         more = samples[-2] if len(samples) > 1 else samples[-1]
         best: OutsideElements | None = None
+        telling: _Telling | None = None
         nearest = self._nearest.get(is_twice)
         for order in tried:
             is_new_tf32 = order.tf32 and order is not self._last.get(is_twice)
@@ -444,7 +455,7 @@ class MergeWriter:
             if best is not None:
                 # where the nearest order is known, another one is of use only where it explains all
                 is_near = best.order is nearest and best.share <= _GIVE_UP
-                if (is_near or not ranks_orders) and samples[0].is_refused(order, best):
+                if (is_near or not ranks_orders) and telling is not None and telling.refuses(order):
                     continue
             for rows in samples:
                 found = rows.judge(order)
@@ -454,6 +465,7 @@ class MergeWriter:
                 continue
             if best is None or found.share < best.share:
                 best = found
+                telling = samples[0].telling(best) if best.outside else None
             if not found.outside:
                 self._last[is_twice] = self._nearest[is_twice] = order
                 return found, samples[-1]
@@ -513,14 +525,12 @@ class _Rows:
                 samples.append(cls(actual[rows].contiguous(), of.part(rows), step))
         return [*samples, cls(actual, of, 1)]
 
-    def is_refused(self, order: Order, by: OutsideElements) -> bool:
-        """Return whether an order leaves some element outside, of those that another one left outside in these rows."""
+    def telling(self, by: OutsideElements) -> _Telling | None:
+        """Return elements that an order left outside; None where they were found in more rows than these."""
         if len(by.rows) != len(self.actual):
-            return False  # these were found in more rows
+            return None
         row, column = (torch.cat(indices)[:_TELLING] for indices in zip(*by.places, strict=True))
-        values = self.actual[row, column]
-        ends = _Product(self.of_rows, order).ends_at(row, column)
-        return bool(_is_outside(values, *stored_ends(ends, values.dtype)).any())
+        return _Telling(self.actual[row, column], self.of_rows.pairs(row, column))
 
     def judge(self, order: Order) -> OutsideElements:
         """Return the elements of these rows that an order does not explain, by the rows of the tensor."""
@@ -529,6 +539,19 @@ class _Rows:
             row, column, actual, low, high = found.worst
             found.worst = row * self.step, column, actual, low, high
         return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Telling:
+    """Elements that one order leaves outside, by which others are refused: values, and what they are sums of."""
+
+    values: torch.Tensor
+    pairs: LowRankSum
+
+    def refuses(self, order: Order) -> bool:
+        """Return whether an order leaves some of them outside too."""
+        ends = _Product(self.pairs, order).ends_of_pairs()
+        return bool(_is_outside(self.values, *stored_ends(ends, self.values.dtype)).any())
 
 
 def _is_cast(actual: torch.Tensor, base: torch.Tensor) -> bool:
