@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.extras.watching.standing_rank import WRONG_RANK, WRONG_STEP
+from tests.launch.warm import ROOT
 
 pytestmark = pytest.mark.process
 
@@ -20,12 +22,14 @@ WORLD = 3
 def trained(folder: Path, fault: str, on_finding: str) -> list[tuple[int, str, str]]:
     """Return status, output and errors of each rank; one that stands still is ended after the others."""
     program = [sys.executable, "-P", "-m", "tests.extras.watching.standing_rank", str(folder)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}  # an installed package has no tests
     ranks = [
         subprocess.Popen(
             [*program, str(rank), str(WORLD), fault, on_finding],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            env=environment,
         )
         for rank in range(WORLD)
     ]
@@ -63,6 +67,7 @@ def test_a_rank_that_the_others_wait_for_is_named(tmp_path: Path, fault: str, sa
     ends = trained(tmp_path, fault, "raise")
     assert [ends[rank][0] for rank in (0, 2)] == [1, 1], "they end, and do not wait for the time-out of torch"
     lines = said_by_watch(ends[0][2])
+    assert lines, ends[0][2]
     assert "Traceback" not in ends[0][2], "no other rank has ended before this one has said why"
     assert f"rank {WRONG_RANK} (" in lines[0]
     assert said in lines[0]
