@@ -33,7 +33,7 @@ def loss_in(output: Any) -> torch.Tensor | None:
 
 @dataclass(frozen=True, slots=True)
 class _Extremes:
-    """In how many steps the loss of each rank was the highest, and the lowest, of all."""
+    """Counts of the steps in which the loss of each rank was the highest of all ranks, and the lowest."""
 
     steps: int
     highest: tuple[int, ...]

@@ -31,7 +31,7 @@ REENTRANT = "gradients: a reentrant checkpoint gives none to a pass that is made
 
 @dataclass(slots=True)
 class Repeats:
-    """What is known of passes that were made again.
+    """The passes of this rank that were computed a second time, and how they compared.
 
     Attributes
     ----------

@@ -70,7 +70,7 @@ def check_batches(recent: Sequence[str], talk: RankTalk, *, shares_batches: bool
 
 @dataclass(slots=True)
 class Trained:
-    """What is known of the parameters that are to be trained: their bits at the start, and which had a gradient."""
+    """The trainable parameters: their bits at the start of the training, and which of them have had a gradient."""
 
     start: dict[str, str] = field(default_factory=dict)
     dtypes: dict[str, torch.dtype] = field(default_factory=dict)

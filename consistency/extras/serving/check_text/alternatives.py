@@ -44,7 +44,13 @@ class Extent(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explained:
-    """That a mistake explains a text, how, and what it may be about: the likeliest first, where several do."""
+    """How a mistake explains a text.
+
+    Attributes
+    ----------
+    about : tuple of str
+        Subjects of the mistake that explain the text, such as sizes of a penalty: the likeliest first.
+    """
 
     extent: Extent
     about: tuple[str, ...] = ("",)
