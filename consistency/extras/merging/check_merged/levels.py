@@ -47,8 +47,11 @@ _SMALLEST = 1e-30
 _LEAST_VALUES = 256
 """Values of a tensor from which levels can be told."""
 
-_ROWS = 512
-"""Blocks of 64 values that are looked at in one go."""
+_FIRST, _ELEMENTS = 1 << 12, 1 << 17
+"""Elements that are looked at in one go: at first, since most tensors are not on levels, and then."""
+
+_ONE_OF = 16
+"""One of how many blocks is looked at for whether levels tell anything."""
 
 
 def base_levels(question: MergeQuestion) -> dict[MergeCause, str]:
@@ -74,61 +77,111 @@ def _is_on_levels(question: MergeQuestion, levels: tuple[float, ...], block: int
     columns = question.base.shape[2]
     size = block or columns
     yield question.base[0].numel() % size == 0 and question.actual.numel() >= _LEAST_VALUES and size > 1
-    rows = math.lcm(columns, size) // columns  # the fewest rows that are whole blocks
-    rows *= max(1, 64 * _ROWS // (columns * rows))
+    step = math.lcm(columns, size) // columns  # the fewest rows that are whole blocks
+    is_rounded = _is_rounded_after if is_after else _is_rounded_before
     target = question.target
     for matrix, low_rank_sum in question.sums(target.left, target.right, target.scaling):
-        for start in range(0, len(matrix), rows):
-            part = slice(start, min(len(matrix), start + rows))
-            yield _is_rounded(matrix[part], low_rank_sum, part, table, size, is_after=is_after)
+        start, elements = 0, _FIRST
+        while start < len(matrix):
+            stop = min(len(matrix), start + step * max(1, elements // (columns * step)))
+            yield is_rounded(_BlocksOfRows(matrix, low_rank_sum, slice(start, stop), size), table)
+            start, elements = stop, _ELEMENTS
 
 
-def _is_rounded(
-    actual: torch.Tensor, of: LowRankSum, rows: slice, table: torch.Tensor, size: int, *, is_after: bool
-) -> bool:
-    """Return whether rows are what rounding their blocks to a table of levels makes, before the merge or after it.
+class _BlocksOfRows:
+    """Rows of a tensor in the blocks that have one scale each: what is held, the base and the delta, `(blocks, size)`.
 
-    The level of each value is the nearest one, over the largest of its block; the values of a block are these levels
-    by one scale, which is that largest value but for its own rounding.
+    They are float64; float32, which is exact enough for what half types hold.
     """
-    unit = UNIT_ROUNDOFF.get(actual.dtype, 0.0)
-    # float32 is exact enough for what half types hold
-    dtype = torch.float32 if unit > UNIT_ROUNDOFF[torch.float32] else torch.float64
-    table, values, actual = table.to(dtype), of.base[rows].to(dtype), actual.to(dtype)
-    delta = (of.left[rows].to(dtype) @ of.right.to(dtype)).mul_(of.scaling)
-    if is_after:
-        exact, held = values + delta, actual
-    else:
-        exact, held = values, actual - delta
-    exact, held = exact.reshape(-1, size), held.reshape(-1, size)
-    largest = exact.abs().amax(dim=1, keepdim=True).clamp(min=_SMALLEST)
-    if is_after:
-        # the largest value that is held is a level itself
-        scale = held.abs().amax(dim=1, keepdim=True).clamp(min=_SMALLEST)
-        level = _nearest(held / scale, table)
-        # the sum was rounded to the folder's dtype before, so that near a middle both its neighbours are right
-        values = exact / largest
-        slack = values.abs().mul_(6 * unit)
-        lowest, highest = _nearest(values - slack, table), _nearest(values.add_(slack), table)
-        # the largest distance takes a fifth of the time of comparing all, and is NaN where one of them is
-        if not float(torch.maximum(lowest.sub_(level), level - highest).max()) <= 0:
-            return False
-        allowed = held.abs().mul_(3 * unit)
-    else:
-        # half way between two levels, where quantizers differ, the one that fits is taken
-        low, high = (_nearest(exact / largest + shift, table) for shift in (-_TIE, _TIE))
-        sure = torch.where(low == high, low, 0.0)
-        scale = (held * sure).sum(dim=1, keepdim=True) / sure.square().sum(dim=1, keepdim=True).clamp(min=_SMALLEST)
-        is_low = (held - low * scale).abs() <= (held - high * scale).abs()
-        level = torch.where(is_low, low, high)
-        sizes = (actual.abs() + delta.abs()).reshape(-1, size) + (level * scale).abs()
-        allowed = 3 * unit * sizes
-    if not bool(((scale / largest - 1).abs() <= _MOST_OFF).all()):
+
+    def __init__(self, actual: torch.Tensor, of: LowRankSum, rows: slice, size: int) -> None:
+        self.unit = UNIT_ROUNDOFF.get(actual.dtype, 0.0)
+        self.dtype = torch.float32 if self.unit > UNIT_ROUNDOFF[torch.float32] else torch.float64
+        self._base, self._left, self._right = of.base[rows], of.left[rows].to(self.dtype) * of.scaling, of.right
+        self._size = size
+        self.held = actual[rows].to(self.dtype).reshape(-1, size)
+
+    def base(self) -> torch.Tensor:
+        """Return the base, in memory of its own."""
+        return self._base.to(self.dtype, copy=True).reshape(-1, self._size)
+
+    def delta(self) -> torch.Tensor:
+        """Return the delta."""
+        return (self._left @ self._right.to(self.dtype)).reshape(-1, self._size)
+
+    def sums(self) -> torch.Tensor:
+        """Return base and delta, in memory of their own."""
+        base = self._base.to(self.dtype, copy=True)
+        return base.addmm_(self._left, self._right.to(self.dtype)).reshape(-1, self._size)
+
+
+def _is_rounded_after(blocks: _BlocksOfRows, table: torch.Tensor) -> bool:
+    """Return whether blocks are what rounding the sums of base and delta to a table of levels makes.
+
+    The level of each sum is the nearest one, over the largest of its block; the values that are held are these levels
+    by one scale, which is the largest of them, a level itself.
+    """
+    table, held, sums = table.to(blocks.dtype), blocks.held, blocks.sums()
+    sizes = held.abs()
+    scale, largest = _largest(sizes), _largest(sums.abs())
+    if not _is_same_scale(scale, largest):
         return False
-    rounded = level * scale
-    # levels that are no farther apart than the dtype's own numbers tell nothing
-    telling = int(((exact - rounded).abs_() > allowed).count_nonzero())
-    return telling >= _LEAST_TELLING * exact.numel() and float((held - rounded).abs_().sub_(allowed).max()) <= 0
+    few = slice(None, None, _ONE_OF)
+    few_sums = sums[few].clone()
+    off = _nearest(sums.div_(largest), table).mul_(scale)
+    if not _is_telling(few_sums - off[few], 3 * blocks.unit * sizes[few]):
+        return False
+    off.sub_(held).abs_().sub_(sizes, alpha=3 * blocks.unit)
+    if float(off.max()) <= 0:
+        return True
+    # the sum was rounded to the folder's dtype before, so that near a middle of two levels either may be its level
+    row, column = (~(off <= 0)).nonzero(as_tuple=True)
+    values = sums[row, column]
+    slack = values.abs() * (6 * blocks.unit)
+    lowest, highest = _nearest(values - slack, table), _nearest(values + slack, table)
+    values_held, scale = held[row, column], scale[row, 0]
+    level = _nearest(values_held / scale, table)
+    is_near = (values_held - level * scale).abs() <= 3 * blocks.unit * values_held.abs()
+    return bool(((lowest <= level) & (level <= highest) & is_near).all())
+
+
+def _is_rounded_before(blocks: _BlocksOfRows, table: torch.Tensor) -> bool:
+    """Return whether blocks are what adding the delta to the base's values makes, rounded to a table of levels.
+
+    The level of each value of the base is the nearest one, over the largest of its block; what is held without the
+    delta are these levels by one scale, which is that largest value but for its own rounding.
+    """
+    table, base, delta = table.to(blocks.dtype), blocks.base(), blocks.delta()
+    held = blocks.held - delta
+    largest = _largest(base.abs())
+    # half way between two levels, where quantizers differ, the one that fits is taken
+    low, high = (_nearest(base / largest + shift, table) for shift in (-_TIE, _TIE))
+    sure = torch.where(low == high, low, 0.0)
+    scale = (held * sure).sum(dim=1, keepdim=True) / sure.square().sum(dim=1, keepdim=True).clamp(min=_SMALLEST)
+    if not _is_same_scale(scale, largest):
+        return False
+    is_low = (held - low * scale).abs() <= (held - high * scale).abs()
+    rounded = torch.where(is_low, low, high) * scale
+    allowed = 3 * blocks.unit * (blocks.held.abs() + delta.abs() + rounded.abs())
+    return _is_telling(base - rounded, allowed) and float((held - rounded).abs_().sub_(allowed).max()) <= 0
+
+
+def _largest(sizes: torch.Tensor) -> torch.Tensor:
+    """Return the largest size of each block, `(blocks, 1)`."""
+    return sizes.amax(dim=1, keepdim=True).clamp_(min=_SMALLEST)
+
+
+def _is_same_scale(scale: torch.Tensor, largest: torch.Tensor) -> bool:
+    return bool(((scale / largest - 1).abs() <= _MOST_OFF).all())
+
+
+def _is_telling(moved: torch.Tensor, allowed: torch.Tensor) -> bool:
+    """Return whether levels move values by more than what is allowed for the dtype's own rounding.
+
+    Levels that are no farther apart than the dtype's own numbers tell nothing.
+    """
+    telling = int((moved.abs() > allowed).count_nonzero())
+    return telling >= _LEAST_TELLING * moved.numel()
 
 
 def _nearest(values: torch.Tensor, table: torch.Tensor) -> torch.Tensor:

@@ -24,7 +24,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -58,7 +58,7 @@ _TELLING = 256
 """Elements outside of the nearest order on which others are tried first."""
 
 _GATHERED = 16
-"""One of how many rows is copied out to be compared alone: copying more takes longer than comparing all."""
+"""One of how many rows, or elements, is copied out to be computed alone: for more it takes longer than for all."""
 
 _FEW_COLUMNS = 32
 """Columns of a row that are compared with the base's before the whole row."""
@@ -175,6 +175,15 @@ class LowRankSum:
         """Return rows of the exact delta, float64."""
         return (self.left[rows].double() @ self.right.double()).mul_(self.scaling)
 
+    def delta_at(self, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
+        """Return single elements of the exact delta, float64, `(n,)`."""
+        return (self.left[row].double() * self.right.T[column].double()).sum(dim=1).mul_(self.scaling)
+
+    def delta_square(self) -> float:
+        """Return the sum of the squares of the delta, which is that of the products of two small matrices."""
+        left, right = self.left.double(), self.right.double()
+        return self.scaling**2 * float(((left.T @ left) * (right @ right.T)).sum())
+
 
 class _Product:
     """The factors of a sum as an order rounds them, and the ends between which the sum's elements lie."""
@@ -190,8 +199,12 @@ class _Product:
         share = gamma(rank + 2, 2 * u if order.tf32 else u) + (Precision.TF32.product_error if order.tf32 else 0.0)
         self._order, self._base, self._left, self._right, self._share = order, of.base, left, right, share
         self._floor = HALF_SMALLEST_SUBNORMAL[torch.float32] * (rank + 2)
-        # where nothing is rounded before the scaling, it is multiplied into a factor
-        self._in_float32 = (left * (self._scaling if order.product is None else 1.0)).float(), right.float()
+
+    @functools.cached_property
+    def _in_float32(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return both factors in float32; where nothing is rounded before the scaling, it is multiplied into one."""
+        scaling = self._scaling if self._order.product is None else 1.0
+        return (self._left * scaling).float(), self._right.float()
 
     @functools.cached_property
     def _off(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -223,44 +236,46 @@ class _Product:
 
     def ends(self, rows: slice) -> torch.Tensor:
         """Return the lower and the upper ends of rows of the sum: `(2, n, columns)`, float64."""
-        return self._merged(self._product_ends(rows), self._base[rows])
+        return _ends_of_sums(self.delta_ends(rows), self._base[rows], self._order)
 
     def delta_ends(self, rows: slice) -> torch.Tensor:
         """Return the lower and the upper ends of rows of the delta: `(2, n, columns)`, float64."""
-        return self._rounded_delta(self._product_ends(rows))
-
-    def _product_ends(self, rows: slice) -> torch.Tensor:
         middle, off = self._left[rows] @ self._right, self._off[0][rows] * self._off[1] + self._floor
-        return torch.stack((middle - off, middle + off))
-
-    def _rounded_delta(self, ends: torch.Tensor) -> torch.Tensor:
-        """Return the ends of deltas from those of their products."""
-        return rounded(rounded(ends, self._order.product).mul_(self._scaling), self._order.delta)
+        return self.ends_of_deltas(torch.stack((middle - off, middle + off)), self._order)
 
     def ends_at(self, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
         """Return the lower and the upper ends of single elements: `(2, n)`, float64."""
-        return self._ends_of_pairs(self._left[row], self._right.T[column], self._base[row, column])
+        products = self._ends_of_products(self._left[row], self._right.T[column])
+        return _ends_of_sums(self.ends_of_deltas(products, self._order), self._base[row, column], self._order)
 
     def ends_of_pairs(self) -> torch.Tensor:
-        """Return the ends of elements, each of a row of L and the column of R beside it: `(2, n)`, float64."""
-        return self._ends_of_pairs(self._left, self._right.T, self._base)
+        """Return the ends of products, each of a row of L and the column of R beside it: `(2, n)`, float64."""
+        return self._ends_of_products(self._left, self._right.T)
 
-    def _ends_of_pairs(self, left: torch.Tensor, right: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
+    def _ends_of_products(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        """Return the ends of the products of rows of two matrices."""
         middle = (left * right).sum(dim=1)
         off = left.norm(dim=1) * self._share * right.norm(dim=1) + self._floor
-        return self._merged(torch.stack((middle - off, middle + off)), base)
+        return torch.stack((middle - off, middle + off))
 
-    def _merged(self, ends: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
-        order = self._order
-        deltas = self._rounded_delta(ends)
-        base = rounded(base.double(), order.total)
-        if order.change is not None:
-            sums = rounded(deltas.add_(base), order.total)
-            return rounded(rounded(sums - base, order.change).add_(base), order.total)
-        if order.between is None:
-            return rounded(deltas.add_(base), order.total)
-        # what one merge left is the base of the other; both have the same delta, so that ends stay ends
-        return rounded(deltas + stored_ends(rounded(deltas + base, order.total), order.between), order.total)
+    def ends_of_deltas(self, products: torch.Tensor, order: Order) -> torch.Tensor:
+        """Return the ends of deltas from those of their products, in whose memory they may be.
+
+        `order` rounds the factors as this product's does, which may be another one.
+        """
+        return rounded(rounded(products, order.product).mul_(self._scaling), order.delta)
+
+
+def _ends_of_sums(deltas: torch.Tensor, base: torch.Tensor, order: Order) -> torch.Tensor:
+    """Return the ends of sums, float64, from those of their deltas, in whose memory they may be."""
+    base = rounded(base.double(), order.total)
+    if order.change is not None:
+        sums = rounded(deltas.add_(base), order.total)
+        return rounded(rounded(sums - base, order.change).add_(base), order.total)
+    if order.between is None:
+        return rounded(deltas.add_(base), order.total)
+    # what one merge left is the base of the other; both have the same delta, so that ends stay ends
+    return rounded(deltas + stored_ends(rounded(deltas + base, order.total), order.between), order.total)
 
 
 def delta_ends(of: LowRankSum, order: Order) -> Callable[[slice], torch.Tensor]:
@@ -339,18 +354,55 @@ def judge(actual: torch.Tensor, of: LowRankSum, order: Order, *, patient: bool =
     actual : torch.Tensor
         `(rows, columns)`, of any float dtype, on the CPU.
     """
-    rows, columns = of.shape
-    product, memory = _Product(of, order), torch.empty(0)
-    found = OutsideElements(order, torch.zeros(rows, dtype=torch.int32))
-    for part in blocks(rows, columns):
-        here = actual[part]
-        one = product.once(part, memory.resize_(here.shape)).to(actual.dtype)
-        found.seen += here.numel()
-        if not same_bits(here, one):
-            _look_again(here, product, part, torch.from_numpy(_bits(here) != _bits(one)), found)
+    product = _Product(of, order)
+    found = OutsideElements(order, torch.zeros(of.shape[0], dtype=torch.int32))
+    for block in _compared(actual, of, product):
+        found.seen += block.actual.numel()
+        if block.differs is not None:
+            _look_again(block, product, found)
             if not patient and found.share > _GIVE_UP:
                 return found
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class _ComparedBlock:
+    """Rows of a tensor, and which of their elements differ from one right result: None where none does."""
+
+    rows: slice
+    actual: torch.Tensor
+    differs: tuple[torch.Tensor, torch.Tensor] | None
+
+
+def _compared(actual: torch.Tensor, of: LowRankSum, product: _Product) -> Iterator[_ComparedBlock]:
+    """Yield a tensor block by block, compared with one result that the writer may have come to."""
+    memory = torch.empty(0)
+    for rows in blocks(*of.shape):
+        here = actual[rows]
+        one = product.once(rows, memory.resize_(here.shape)).to(actual.dtype)
+        differs = None
+        if not same_bits(here, one):
+            # NumPy finds few of many elements in a quarter of the time that torch takes
+            row, column = np.divmod(np.flatnonzero(_bits(here) != _bits(one)), here.shape[1])
+            differs = torch.from_numpy(row), torch.from_numpy(column)
+        yield _ComparedBlock(rows, here, differs)
+
+
+def unlike_one_rounding(
+    actual: torch.Tensor, of: LowRankSum
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Yield the elements that differ from a float32 sum rounded once: they, their base and their delta, `(n,)`.
+
+    All but the elements are float64.
+    """
+    for block in _compared(actual, of, _Product(of, ONE_ROUNDING)):
+        if block.differs is None:
+            continue
+        row, column = block.differs
+        rows = row + block.rows.start
+        is_few = len(row) <= _MOST_AGAIN and len(row) * _GATHERED < block.actual.numel()
+        delta = of.delta_at(rows, column) if is_few else of.delta(block.rows)[row, column]
+        yield block.actual[row, column], of.base[rows, column].double(), delta
 
 
 def same_bits(actual: torch.Tensor, expected: torch.Tensor) -> bool:
@@ -364,18 +416,18 @@ def _bits(tensor: torch.Tensor) -> np.ndarray:
     return tensor.view(width).numpy()
 
 
-def _look_again(
-    here: torch.Tensor, product: _Product, part: slice, differ: torch.Tensor, found: OutsideElements
-) -> None:
+def _look_again(block: _ComparedBlock, product: _Product, found: OutsideElements) -> None:
     """Count the elements of a block that are not between their ends, of those that differ from one right result."""
-    row, column = differ.nonzero(as_tuple=True)
+    assert block.differs is not None
+    row, column = block.differs
+    start = block.rows.start
     few = len(row) <= _MOST_AGAIN
-    ends = product.ends_at(row + part.start, column) if few else product.ends(part)[:, row, column]
-    values = here[row, column]
+    ends = product.ends_at(row + start, column) if few else product.ends(block.rows)[:, row, column]
+    values = block.actual[row, column]
     low, high = stored_ends(ends, values.dtype)
     wrong = _is_outside(values, low, high)
     if bool(wrong.any()):
-        found.add((row[wrong] + part.start, column[wrong]), values[wrong], torch.stack((low, high))[:, wrong])
+        found.add((row[wrong] + start, column[wrong]), values[wrong], torch.stack((low, high))[:, wrong])
 
 
 def _is_outside(values: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
@@ -447,6 +499,7 @@ class MergeWriter:
         more = samples[-2] if len(samples) > 1 else samples[-1]
         best: OutsideElements | None = None
         telling: _Telling | None = None
+        refused: set[Order] | None = None
         nearest = self._nearest.get(is_twice)
         for order in tried:
             is_new_tf32 = order.tf32 and order is not self._last.get(is_twice)
@@ -455,8 +508,10 @@ class MergeWriter:
             if best is not None:
                 # where the nearest order is known, another one is of use only where it explains all
                 is_near = best.order is nearest and best.share <= _GIVE_UP
-                if (is_near or not ranks_orders) and telling is not None and telling.refuses(order):
-                    continue
+                if (is_near or not ranks_orders) and telling is not None:
+                    refused = telling.refused(tried) if refused is None else refused
+                    if order in refused:
+                        continue
             for rows in samples:
                 found = rows.judge(order)
                 if found.outside:
@@ -465,12 +520,14 @@ class MergeWriter:
                 continue
             if best is None or found.share < best.share:
                 best = found
-                telling = samples[0].telling(best) if best.outside else None
+                telling, refused = samples[0].telling(best) if best.outside else None, None
             if not found.outside:
                 self._last[is_twice] = self._nearest[is_twice] = order
                 return found, samples[-1]
             if order is tried[0] and found.share > 0 and self._is_beyond_all(samples, is_twice=is_twice):
-                return self._outside(samples, nearest if nearest in tried else order), more
+                if nearest is None or nearest == order or nearest not in tried:
+                    return found, more
+                return self._outside(samples, nearest), more
         assert best is not None
         if ranks_orders:
             self._nearest[is_twice] = best.order
@@ -548,28 +605,49 @@ class _Telling:
     values: torch.Tensor
     pairs: LowRankSum
 
-    def refuses(self, order: Order) -> bool:
-        """Return whether an order leaves some of them outside too."""
-        ends = _Product(self.pairs, order).ends_of_pairs()
-        return bool(_is_outside(self.values, *stored_ends(ends, self.values.dtype)).any())
+    def refused(self, candidates: Sequence[Order]) -> set[Order]:
+        """Return the orders that leave some of the elements outside too.
+
+        They have most steps in common, and starting an operation takes longer than these few elements: products are
+        computed once for all orders that round the factors alike, and the sums of all orders are compared together.
+        """
+        products: dict[Order, tuple[_Product, torch.Tensor]] = {}
+        sums = []
+        for order in candidates:
+            of_factors = Order(factors=order.factors, scaled=order.scaled, tf32=order.tf32)
+            if of_factors not in products:
+                product = _Product(self.pairs, of_factors)
+                products[of_factors] = product, product.ends_of_pairs()
+            product, ends = products[of_factors]
+            sums.append(_ends_of_sums(product.ends_of_deltas(ends.clone(), order), self.pairs.base, order))
+        low, high = stored_ends(torch.stack(sums, dim=1), self.values.dtype)
+        is_refused = _is_outside(self.values, low, high).any(dim=1)
+        return set(itertools.compress(candidates, is_refused.tolist()))
 
 
 def _is_cast(actual: torch.Tensor, base: torch.Tensor) -> bool:
     """Report whether a tensor is the base, cast to its dtype by way of a half type or not."""
     few = slice(None, None, max(1, len(actual) // _TRIED[0]))
-    return bool(rows_of_base(actual[few], base[few]).all()) and bool(rows_of_base(actual, base).all())
+    return bool(_rows_of_base(actual[few], base[few]).all()) and bool(_rows_of_base(actual, base).all())
 
 
-def rows_of_base(actual: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
-    """Return which rows of a matrix are the base's, cast to its dtype by way of a half type or not: `(rows,)` bool."""
+def like_base(actual: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
+    """Return which rows of a matrix are the base's in some columns: `(rows,)` bool; all others are not."""
     few = slice(None, None, max(1, actual.shape[1] // _FEW_COLUMNS))
-    candidates = _rows_of_base(actual[:, few], base[:, few])
+    return _rows_of_base(actual[:, few], base[:, few])
+
+
+def rows_of_base(actual: torch.Tensor, base: torch.Tensor, candidates: torch.Tensor) -> torch.Tensor:
+    """Return which rows of a matrix are the base's, cast to its dtype by way of a half type or not: `(rows,)` bool.
+
+    Only `candidates`, `(rows,)` bool, are read.
+    """
     rows = candidates.nonzero().reshape(-1)
     if len(rows) * _GATHERED > len(actual):
         return _rows_of_base(actual, base)
-    # the other rows are refused by a few of their columns, and need not be read
-    candidates[rows] = _rows_of_base(actual[rows], base[rows])
-    return candidates
+    found = torch.zeros_like(candidates)
+    found[rows] = _rows_of_base(actual[rows], base[rows])
+    return found
 
 
 def _rows_of_base(actual: torch.Tensor, base: torch.Tensor) -> torch.Tensor:

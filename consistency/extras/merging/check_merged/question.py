@@ -82,8 +82,8 @@ class MergeQuestion:
         Other modules whose delta has this one's shape.
     heads : Heads or None
         The heads of the model's attention.
-    row : str
-        What a row of these tensors is called: `column` where they are transposed.
+    upright : MergeQuestion or None
+        The question of which this one is the transposed, if it is.
     """
 
     actual: torch.Tensor
@@ -93,7 +93,7 @@ class MergeQuestion:
     others: Sequence[float] = ()
     layers: Sequence[LowRankTarget] = ()
     heads: Heads | None = None
-    row: str = "row"
+    upright: MergeQuestion | None = None
     # by rows: the difference of sampled rows, each element over its size, and that size
     _weighed: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
@@ -101,6 +101,11 @@ class MergeQuestion:
     def is_matrix(self) -> bool:
         """Return whether the tensor is one matrix of several rows and columns, and no stack of them."""
         return self.target.shape[0] == 1 and min(self.target.shape[1:]) > 1
+
+    @property
+    def row(self) -> str:
+        """Return what a row of these tensors is called in the folder's."""
+        return "row" if self.upright is None else "column"
 
     def transposed(self) -> MergeQuestion:
         """Return the same question about the transposed tensors, whose rows are the columns of these.
@@ -114,7 +119,7 @@ class MergeQuestion:
             target=replace(self.target, left=left, right=right, flat=()),
             writer=self.writer,
             heads=self.heads,
-            row="column",
+            upright=self,
         )
 
     def sums(
@@ -131,6 +136,17 @@ class MergeQuestion:
         """
         sums = self.sums(left, right, scaling)
         return all(self.writer.explains(matrix, low_rank_sum, is_twice=is_twice) for matrix, low_rank_sum in sums)
+
+    def holds_in_rows(self, is_merged: torch.Tensor) -> bool:
+        """Return whether a matrix holds the base and the delta in some rows, `(rows,)` bool, and the base in others.
+
+        A row without its delta is one whose factor is zero. Transposed tensors are read as the folder has them.
+        """
+        target = self.target
+        left = torch.where(is_merged[:, None], target.left, 0.0)
+        if self.upright is None:
+            return self.holds(left, target.right, target.scaling)
+        return self.upright.holds(target.right.transpose(1, 2), left.transpose(1, 2), target.scaling)
 
     def is_delta_alone(self) -> bool:
         """Return whether the tensor is the delta without the base."""

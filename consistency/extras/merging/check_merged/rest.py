@@ -8,13 +8,14 @@ much of the adapter fits the difference best, and how much that leaves over.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
 from consistency.extras.merging.check_merged.causes import MergeCause
 from consistency.extras.merging.check_merged.difference import noise_norm
-from consistency.extras.merging.check_merged.orders import blocks
+from consistency.extras.merging.check_merged.orders import LowRankSum, unlike_one_rounding
 from consistency.extras.merging.check_merged.question import FEW, MergeQuestion
 from consistency.numerics.dtype import UNIT_ROUNDOFF
 from consistency.numerics.typed import HALF_TYPES
@@ -27,6 +28,9 @@ _ROUNDINGS = 1.5
 
 _MOST_UNITS = 8
 """Units in the last place up to which an element is said to be off by roundings."""
+
+_LEAST_UNITS = 0.25
+"""Units in the last place by which an element is off at least: it has another value than it should."""
 
 _LEAST_OFF = 0.01
 """Part of the elements that merging and unmerging moves, at least; of fewer, something else is the reason."""
@@ -54,6 +58,9 @@ _SKETCHES = (24, 128)
 
 _MOST_RANK = 0.3
 """Rank over the rows or columns, whichever are fewer, up to which a change is said to be of low rank."""
+
+_EXPONENT = 0x7FF << 52
+"""Bits of a float64 that are its exponent."""
 
 _LEAST_SPREAD = 1 / 16
 """Part of the rows, and of the columns, over which each rank of an adapter is spread, at least."""
@@ -151,8 +158,10 @@ def _truncated_svd(matrix: torch.Tensor, size: int) -> tuple[torch.Tensor, torch
     basis = torch.linalg.qr(matrix @ drawn).Q
     basis = torch.linalg.qr(matrix.T @ basis).Q
     basis = torch.linalg.qr(matrix @ basis).Q
-    left, values, right = torch.linalg.svd(basis.T @ matrix, full_matrices=False)
-    return basis @ left, values, right.T
+    # the singular values of a few long rows are those of a small triangle, which take a third of the time
+    rows, triangle = torch.linalg.qr(matrix.T @ basis)
+    left, values, right = torch.linalg.svd(triangle.T)
+    return basis @ left, values, rows @ right.T
 
 
 def _is_directed(error: torch.Tensor, delta: torch.Tensor) -> bool:
@@ -197,29 +206,25 @@ class Roundings:
 
         Nor are they looked for where fewer than `least` of some rows are off.
         """
-        target, dtype = question.target, question.actual.dtype
-        unit = UNIT_ROUNDOFF.get(dtype, 0.0)
+        target, unit = question.target, UNIT_ROUNDOFF.get(question.actual.dtype, 0.0)
         off, count, most, along, square, error_square = 0, 0, 0.0, 0.0, 0.0, 0.0
         for matrix, low_rank_sum in question.sums(target.left, target.right, target.scaling):
             few = slice(None, None, max(1, len(matrix) // FEW))
-            for rows in (few, *blocks(*low_rank_sum.shape)):
-                base, delta = low_rank_sum.base[rows].double(), low_rank_sum.delta(rows)
-                exact = base + delta
-                # an element may be small where a base and a delta were rounded that were not
-                size = torch.maximum(torch.maximum(exact.abs(), base.abs()), delta.abs()).clamp(min=1e-300)
-                last_place = torch.exp2(torch.floor(torch.log2(size))) * (2 * unit)
-                error = matrix[rows].double() - exact.to(dtype).double()
-                units = error.abs() / last_place
+            off_of_few = 0
+            for _, units, _ in _off_one_rounding(matrix[few], low_rank_sum.part(few), unit):
                 if not float(units.max()) <= _MOST_UNITS:
                     return None
-                if rows is few:
-                    if float((units > 0.25).double().mean()) < least:
-                        return None
-                    continue
+                off_of_few += int((units > _LEAST_UNITS).sum())
+            if off_of_few < least * matrix[few].numel():
+                return None
+            for error, units, delta in _off_one_rounding(matrix, low_rank_sum, unit):
+                if not float(units.max()) <= _MOST_UNITS:
+                    return None
                 most = max(most, float(units.max()))
-                off, count = off + int((units > 0.25).sum()), count + units.numel()
-                along, square = along + float((error * delta).sum()), square + float(delta.square().sum())
+                off += int((units > _LEAST_UNITS).sum())
+                along += float((error * delta).sum())
                 error_square += float(error.square().sum())
+            count, square = count + matrix.numel(), square + low_rank_sum.delta_square()
         if not off:
             return None
         is_directed = abs(along) > _DEVIATIONS * math.sqrt(error_square / count * square)
@@ -238,6 +243,26 @@ class Roundings:
         )
         units = "1 unit" if self.most < 1.5 else f"{round(self.most)} units"
         return f"{many} off, by {units} in the last place at most"
+
+
+def _off_one_rounding(
+    actual: torch.Tensor, of: LowRankSum, unit: float
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Yield the elements that one rounding does not make, `(n,)`: their errors, these in last places, their deltas."""
+    for values, base, delta in unlike_one_rounding(actual, of):
+        exact = base + delta
+        # an element may be small where a base and a delta were rounded that were not
+        size = torch.maximum(torch.maximum(exact.abs(), base.abs()), delta.abs()).clamp(min=1e-300)
+        error = values.double() - exact.to(values.dtype).double()
+        yield error, error.abs() / _power_below(size).mul_(2 * unit), delta
+
+
+def _power_below(sizes: torch.Tensor) -> torch.Tensor:
+    """Return the largest power of two that is not above each of some positive float64 numbers, none subnormal.
+
+    It is the number without the bits of its fraction.
+    """
+    return sizes.view(torch.int64).bitwise_and(_EXPONENT).view(torch.float64)
 
 
 def measured(question: MergeQuestion) -> tuple[str, str]:

@@ -10,8 +10,9 @@ import torch
 from consistency.capture.wording import and_more
 from consistency.extras.merging.check_merged.causes import MergeCause
 from consistency.extras.merging.check_merged.layouts import parts_of
-from consistency.extras.merging.check_merged.orders import LowRankSum, judge, rows_of_base
+from consistency.extras.merging.check_merged.orders import LowRankSum, judge, like_base, rows_of_base
 from consistency.extras.merging.check_merged.question import SAMPLE, MergeQuestion
+from consistency.numerics.typed import HALF_TYPES
 
 _MOST_RUNS = 6
 """Stretches of rows, or of experts, in an explanation."""
@@ -28,6 +29,9 @@ _LEAST_CLEAR = 0.9
 _MOST_LOST = 256
 """Rows of the base that are looked at for whether rounding took their delta."""
 
+_SMALLEST = 1e-30
+"""Size that divides where a row of the delta is zero."""
+
 _BLOCK = 1 << 22
 """Pairs of rows that are compared at once."""
 
@@ -41,13 +45,19 @@ def by_rows(question: MergeQuestion) -> dict[MergeCause, str]:
     count = len(base)
     if count < 2 or not target.scaling:
         return {}
-    states = torch.full((count,), _RIGHT)
-    states[rows_of_base(actual, base)] = _BASE_ALONE
-    changed = (states == _RIGHT).nonzero().reshape(-1)
+    whole = LowRankSum(base, target.left[0], target.right[0], target.scaling)
+    unchanged = like_base(actual, base)
+    is_explained = 0 < int(unchanged.sum()) < count and question.holds_in_rows(~unchanged)
+    if not is_explained:
+        unchanged = rows_of_base(actual, base, unchanged)
+    states = torch.where(unchanged, _BASE_ALONE, _RIGHT)
+    changed = (~unchanged).nonzero().reshape(-1)
     if not len(changed):
         return {}
-    whole = LowRankSum(base, target.left[0], target.right[0], target.scaling)
-    if len(changed) < count and question.writer.explains(actual[changed].contiguous(), whole.part(changed)):
+    if not is_explained and len(changed) < count:
+        # the rows of the base may have been rounded less often than the others
+        is_explained = question.writer.explains(actual[changed].contiguous(), whole.part(changed))
+    if is_explained:
         states = _without_lost(question, whole, states)
         if not bool((states == _BASE_ALONE).any()):
             return {}
@@ -87,11 +97,13 @@ def _origins(question: MergeQuestion, rows: torch.Tensor) -> torch.Tensor | None
     root, failed = torch.linalg.cholesky_ex(gram)
     if int(failed) or not bool(left.any()):
         return None
-    rows_of_delta = left @ root
-    sizes = rows_of_delta.norm(dim=1).clamp(min=1e-300)
+    # float32 is exact enough for what half types hold: which row is the nearest is only a guess
+    dtype = torch.float32 if question.actual.dtype in HALF_TYPES else torch.float64
+    rows_of_delta, root, right = (left @ root).to(dtype), root.to(dtype), right.to(dtype)
+    sizes = rows_of_delta.norm(dim=1).clamp(min=_SMALLEST)
 
     def nearest(some: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        change = question.actual[0][some].double() - question.base[0][some].double()
+        change = question.actual[0][some].to(dtype) - question.base[0][some].to(dtype)
         projected = torch.linalg.solve_triangular(root, (change @ right.T).T, upper=False).T / question.target.scaling
         distance, index = torch.cdist(projected, rows_of_delta).min(dim=1)
         return distance / sizes[index], index

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import peft
@@ -208,6 +209,28 @@ def test_a_half_of_a_fused_weight_is_left_out(tmp_path: Path) -> None:
     said = message(found, MergeCause.PART_LEFT_OUT)
     assert "rows 0-31 (gate_proj) hold the base, rows 32-63 (up_proj) hold base + adapter" in said
     assert said.endswith("the delta of gate_proj was left out")
+
+
+def in_bfloat16(tensors: dict[str, torch.Tensor]) -> None:
+    for key, tensor in tensors.items():
+        tensors[key] = tensor.bfloat16()
+
+
+def test_rows_that_are_left_out_need_not_be_rounded_as_the_others_are(tmp_path: Path) -> None:
+    """The others are summed in bfloat16, as by a merge that writes only what it merged."""
+    case = fused(tmp_path)
+    change_adapter(case, in_bfloat16)
+    deltas = {}
+    for name, (scaling, b, a) in case.deltas.items():
+        deltas[name] = scaling, b.bfloat16().to(b.dtype), a.bfloat16().to(a.dtype)
+    case = replace(case, deltas=deltas)
+    tensors = case.right()
+    before = case.tensors[GATE_UP]
+    tensors[GATE_UP] = (before.bfloat16() + case.delta(GATE_UP).bfloat16()).float()
+    tensors[GATE_UP][:32] = before[:32]
+    assert before.dtype == torch.float32
+    assert not torch.equal(before.bfloat16().float(), before)
+    assert "rows 0-31 (gate_proj) hold the base" in message(checked(case, tmp_path, tensors), MergeCause.PART_LEFT_OUT)
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,11 @@ from consistency.extras.merging.check_merged.orders import (
     MergeWriter,
     Order,
     _Product,
+    _Telling,
     judge,
     orders,
     part_beyond_all,
+    stored_ends,
 )
 from tests.extras.merging.check_merged.made_merges import checked, kinds, llama, random
 
@@ -232,3 +234,31 @@ def test_a_tensor_beyond_all_orders_is_never_right() -> None:
         changed[row, 7] += 0.25
         assert writer.judge(changed, of).outside == 1
         assert not writer.explains(changed, of)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, F16])
+def test_elements_refuse_an_order_as_it_refuses_them_alone(dtype: torch.dtype) -> None:
+    """All orders together say of each what the order says by itself, of elements that one of them makes."""
+    w, b, a = matrices(dtype, F32)
+    whole, row, column = LowRankSum(w, b, a, 1.7), torch.arange(64), torch.arange(64) * 5
+    known = orders(dtype, dtype, F32)
+    known += [replace(order, between=dtype) for order in known if order.change is None]
+    for order in known[:: max(1, len(known) // 12)]:
+        values = _Product(whole, order).ends_at(row, column)[0].to(dtype)
+        refused = _Telling(values, whole.pairs(row, column)).refused(known)
+        assert order not in refused
+        for other in known:
+            low, high = stored_ends(_Product(whole, other).ends_at(row, column), dtype)
+            assert (other in refused) == bool(((values < low) | (values > high)).any()), other
+
+
+@pytest.mark.parametrize("first", [plain, safe, mlx, as_a_change], ids=lambda one: one.__name__)
+def test_a_writer_is_right_after_a_tensor_of_another_that_is_wrong(first: Made) -> None:
+    """An order that was refused for one tensor is not refused for the next."""
+    w, b, a = matrices(BF16, F32)
+    of, writer = LowRankSum(w, b, a, 1.7), MergeWriter()
+    changed = first(w, b, a, 1.7)
+    changed.view(torch.int16)[11, 200] += 1
+    assert writer.judge(changed, of).outside == 1
+    for other in WRITERS:
+        assert writer.judge(other(w, b, a, 1.7), of).outside == 0

@@ -273,6 +273,9 @@ PLANTED: dict[str, Mistake] = {
         rows(without((slice(None), slice(48, None)))), K.PART_LEFT_OUT, "columns 48-95 hold the base", only="k_proj"
     ),
     "int8 after": Mistake(lambda merge, name: in_eight_bits(merge.right(name)), K.ROUNDED_AFTER, "to int8 by row"),
+    "int8 after a half type": Mistake(
+        lambda merge, name: in_eight_bits(merge.rounded(merge.right(name))), K.ROUNDED_AFTER, "to int8 by row"
+    ),
     "nf4 after": Mistake(lambda merge, name: levels_of(merge.right(name), _NF4, 64), K.ROUNDED_AFTER, "to nf4"),
     "fp4 after": Mistake(lambda merge, name: levels_of(merge.right(name), FP4, 64), K.ROUNDED_AFTER, "to fp4"),
     "nf4 before": Mistake(
