@@ -11,7 +11,7 @@ import copy
 import math
 import re
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
@@ -29,7 +29,7 @@ from consistency.extras.merging.check_merged.folder import Stored
 from consistency.extras.merging.check_merged.names import common_prefix
 from consistency.numerics.exact import Float64Mode
 from consistency.stages.merged.forms.bias import Bias
-from consistency.stages.merged.forms.low_rank_product import factors_of_experts
+from consistency.stages.merged.forms.low_rank_product import LoraConvolution, factors_of_experts
 from consistency.stages.merged.forms.registry import Make, files_of, maker_of
 from consistency.stages.merged.forms.source import Source
 from consistency.worker import determinism
@@ -252,19 +252,32 @@ def _target(
     module: str, parts: Mapping[str, torch.Tensor], base: Mapping[str, Stored], config: Mapping[str, Any]
 ) -> LowRankTarget | None:
     stored, transposed = base.get(f"{module}.weight"), bool(config.get("fan_in_fan_out"))
+    if stored is None:
+        return None
     alpha = float(_setting(config, "lora_alpha", "alpha_pattern", module))
     rank = int(_setting(config, "r", "rank_pattern", module))
+    shape = stored.shape
     if {"A.weight", "B.weight"} <= parts.keys():
         a, b = parts["A.weight"], parts["B.weight"]
+        if _are_of_convolution(a, b, shape):
+            a, b, shape = a.flatten(1), b.flatten(1), (shape[0], math.prod(shape[1:]))
     elif {"embedding_A", "embedding_B"} <= parts.keys():
         a, b, transposed = parts["embedding_A"], parts["embedding_B"], True
     else:
         return None
     left, right = (a.T, b.T) if transposed else (b, a)
-    if stored is None or a.dim() != 2 or a.shape[0] != rank or stored.shape != (left.shape[0], right.shape[1]):
+    if a.dim() != 2 or b.dim() != 2 or a.shape[0] != rank or shape != (left.shape[0], right.shape[1]):
         return None
     scaling = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
     return LowRankTarget(name=stored.name, left=left[None], right=right[None], scaling=scaling, alpha=alpha, rank=rank)
+
+
+def _are_of_convolution(a: torch.Tensor, b: torch.Tensor, shape: Sequence[int]) -> bool:
+    """Return whether the factors are those of a convolution without groups, whose weight has this shape.
+
+    A has its kernel, B one of a single point: they are the factors of the weight as a matrix, `(out, in * kernel)`.
+    """
+    return a.dim() > 2 and tuple(shape) == (b.shape[0], *a.shape[1:]) and b.shape[1:].numel() == a.shape[0]
 
 
 def _bias(of: LowRankTarget, name: str, bias: torch.Tensor) -> LowRankTarget:
@@ -428,7 +441,8 @@ def _of_layer(name: str, layer: Any, plain: str, expected: Expected, base: Mappi
         return None
     source = Source(layer=layer, weight=torch.empty(stored.shape, dtype=stored.dtype, device="meta"), files=files)
     lora, bias = _lora(plain, source), _bias_name(plain)
-    if lora is not None and (is_low_rank or lora.flat):
+    is_convolution = make == LoraConvolution.of
+    if lora is not None and (is_low_rank or is_convolution or lora.flat):
         added = files.get(f"lora_B.{ADAPTER_NAME}.bias")
         return [lora] if added is None else [lora, _bias(lora, bias, added)]
     assert make is not None
@@ -454,12 +468,17 @@ def _lora(name: str, source: Source) -> LowRankTarget | None:
     a, b = source.tensor("lora_A"), source.tensor("lora_B")
     if a is None or b is None:
         a, b, transposed = source.tensor("lora_embedding_A"), source.tensor("lora_embedding_B"), True
-    if a is None or b is None or a.dim() != 2:
+    if a is None or b is None:
+        return None
+    shape = tuple(source.weight.shape)
+    if _are_of_convolution(a, b, shape):
+        a, b, shape = a.flatten(1), b.flatten(1), (shape[0], math.prod(shape[1:]))
+    if a.dim() != 2:
         return None
     left, right = (one[None] for one in ((a.T, b.T) if transposed else (b, a)))
     if type(layer).__name__ == "ParamWrapper" and (factors := factors_of_experts(source)) is not None:
         (left, right), flat = factors, (a, b)
-    elif source.weight.shape != (left.shape[1], right.shape[2]):
+    elif shape != (left.shape[1], right.shape[2]):
         return None
     return LowRankTarget(
         name=name,

@@ -423,7 +423,7 @@ def _refuse_model_of_diffusers(base: Path, adapter: str) -> None:
     raise InputError(
         "what this adapter adds is computed by its model, and this base is one of diffusers",
         where=adapter,
-        got="a method other than LoRA, or a LoRA on convolutions",
-        wanted="a LoRA on linear layers",
+        got="a method other than LoRA, or a LoRA that no name in its file, but a model, places",
+        wanted="a LoRA on linear layers and convolutions",
         hint="merge it once more by diffusers, and compare both folders: consistency diff FOLDER OTHER",
     )

@@ -6,6 +6,7 @@ import threading
 from collections import Counter
 from dataclasses import replace
 
+import numpy as np
 import torch
 
 from consistency.extras.merging.check_merged.adapter import (
@@ -229,8 +230,9 @@ class TensorJudge:
         number, worst = max(wrong, key=lambda numbered: numbered[1].outside)
         if worst.worst is not None:
             row, column, *values = worst.worst
-            # As many indices as the tensor has dimensions: the matrix of a vector is a column.
-            index = {1: (row,), 2: (row, column)}.get(actual.dim(), (number, row, column))
+            # as many indices as the tensor has dimensions: a vector is a column, and a kernel of a convolution flat
+            place = (number * target.shape[1] + row) * target.shape[2] + column
+            index = tuple(int(i) for i in np.unravel_index(place, actual.shape))
             state.worst = (index, values[0], values[1], values[2])
         state.causes = state.causes or self._explainer.explain(question)
         if not state.causes and self._explainer.measures:

@@ -18,6 +18,7 @@ from consistency.extras.merging.check_merged.result import check_merged
 from tests.extras.merging.check_merged.made_merges import (
     Case,
     Tensors,
+    change_adapter,
     checked,
     kinds,
     llama,
@@ -218,14 +219,52 @@ def test_a_unet_of_diffusers_is_read_without_its_model(tmp_path: Path, times: in
     assert kinds(check_merged(merged, base=case.base, adapter=case.adapter)) == expected
 
 
+def with_convolution(case: Case, **config: object) -> tuple[Case, torch.Tensor]:
+    """Give an adapter a LoRA on a convolution too; return its delta as PEFT convolves the factors."""
+    factors = random({"lora_A": (4, 4, 3, 3), "lora_B": (16, 4, 1, 1)}, seed=3)
+
+    def add(tensors: dict[str, torch.Tensor]) -> None:
+        for part, tensor in factors.items():
+            tensors[f"base_model.model.conv_in.{part}.weight"] = tensor
+
+    change_adapter(case, add, target_modules=["to_q", "conv_in"], **config)
+    delta = torch.nn.functional.conv2d(factors["lora_A"].transpose(0, 1).double(), factors["lora_B"].double())
+    return case, 4 * delta.transpose(0, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("times", "expected"),
+    [(1.0, []), (2.0, [MergeCause.TWICE]), (0.0, [MergeCause.TOWER_LEFT_OUT]), (0.25, [MergeCause.WRONG_SCALE])],
+)
+def test_a_lora_on_a_convolution_of_a_unet(
+    tmp_path: Path, dtype: torch.dtype, times: float, expected: list[MergeCause]
+) -> None:
+    case, delta = with_convolution(unet(tmp_path))
+    tensors = {name: tensor.to(dtype) for name, tensor in case.tensors.items()}
+    of_diffusers(case.base)
+    save_file(tensors, case.base / "diffusion_pytorch_model.safetensors")
+    for name in case.deltas:
+        tensors[name] = (tensors[name].double() + case.delta(name)).to(dtype)
+    tensors["conv_in.weight"] = (tensors["conv_in.weight"].double() + times * delta).to(dtype)
+    merged = of_diffusers(write(tmp_path / "merged", tensors))
+    assert kinds(check_merged(merged, base=case.base, adapter=case.adapter)) == expected
+
+
+def test_an_element_of_a_kernel_is_shown_by_all_its_indices(tmp_path: Path) -> None:
+    case, delta = with_convolution(unet(tmp_path))
+    tensors = case.right()
+    tensors["conv_in.weight"] = (tensors["conv_in.weight"].double() + delta).float()
+    tensors["conv_in.weight"][3, 2, 1, 0] += 0.5
+    of_diffusers(case.base)
+    merged = of_diffusers(write(tmp_path / "merged", tensors))
+    found = check_merged(merged, base=case.base, adapter=case.adapter)
+    assert "[3, 2, 1, 0] is" in message(found, MergeCause.OFF)
+
+
 def test_an_adapter_that_takes_a_model_of_diffusers_is_refused(tmp_path: Path) -> None:
-    """A LoRA on a convolution is no product of two matrices for `open_adapter`."""
-    case = unet(tmp_path)
-    factors = {
-        "base_model.model.conv_in.lora_A.weight": torch.ones(2, 4, 3, 3),
-        "base_model.model.conv_in.lora_B.weight": torch.ones(16, 2, 1, 1),
-    }
-    save_file(factors, case.adapter / "adapter_model.safetensors")
+    """DoRA is no sum of the base and a product."""
+    case, _ = with_convolution(unet(tmp_path), use_dora=True)
     merged = of_diffusers(write(tmp_path / "merged", case.tensors))
     of_diffusers(case.base)
     with pytest.raises(InputError, match="this base is one of diffusers"):
