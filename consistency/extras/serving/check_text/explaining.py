@@ -17,13 +17,10 @@ from consistency.extras.serving.check_text.alternatives import (
 )
 from consistency.extras.serving.check_text.arithmetic import EngineArithmetic, engines_with, others_than
 from consistency.extras.serving.check_text.judged_text import JudgedText, TokenFigures
-from consistency.extras.serving.check_text.judging import SAMPLE, Judging, dtype_of
+from consistency.extras.serving.check_text.judging import MOST_EXPLAINED, SAMPLE, Judging, dtype_of
 from consistency.extras.serving.check_text.power import leaning_to, tokens_to_tell
 from consistency.extras.serving.check_text.report import TextReport, TextResult, Told
 from consistency.extras.serving.check_text.text_causes import TextCause
-
-MOST_EXPLAINED = 6
-"""Wrong texts that causes are tried on."""
 
 _MOST_IN_ARITHMETICS = 3
 """Wrong texts that other arithmetics of the writer are tried on."""

@@ -20,7 +20,7 @@ from consistency.extras.serving.check_text.processing import Logits, Processing
 from consistency.extras.serving.check_text.report import LogprobGap, TokenGap
 from consistency.extras.serving.check_text.sampling import NO_PENALTIES, Sampling
 from consistency.extras.serving.check_text.texts import Tokens, other_tokens
-from consistency.extras.serving.engine_outputs.passes import Passes
+from consistency.extras.serving.engine_outputs.passes import Passes, Room
 from consistency.extras.serving.inference.request import OUTPUT
 from consistency.numerics.decision import CONTINUOUS, Decision
 from consistency.numerics.error_spread import Spread
@@ -124,11 +124,18 @@ class JudgedText:
 
     @classmethod
     def of(
-        cls, model: Any, tokens: Tokens, tokenizer: Any, step: Step, arithmetic: EngineArithmetic = OWN
+        cls,
+        model: Any,
+        tokens: Tokens,
+        tokenizer: Any,
+        step: Step,
+        arithmetic: EngineArithmetic = OWN,
+        *,
+        room: Room | None = None,
     ) -> JudgedText:
         """Judge a text; where it is impossible, in other tokens too, if these are not the writer's own."""
         for _ in range(_MOST_DIVISIONS):
-            judged = cls._in_these_tokens(model, tokens, step, arithmetic)
+            judged = cls._in_these_tokens(model, tokens, step, arithmetic, room or Room())
             place = judged.first_impossible
             if place is None:
                 break
@@ -140,7 +147,9 @@ class JudgedText:
         return judged
 
     @classmethod
-    def _in_these_tokens(cls, model: Any, tokens: Tokens, step: Step, arithmetic: EngineArithmetic) -> JudgedText:
+    def _in_these_tokens(
+        cls, model: Any, tokens: Tokens, step: Step, arithmetic: EngineArithmetic, room: Room
+    ) -> JudgedText:
         inputs = inputs_of(model, tokens)
         chosen, ends = chosen_ids(tokens), end_ids(model)
         decisions: list[str] = []
@@ -150,7 +159,7 @@ class JudgedText:
 
         # the exact pass first: it says between which tokens the gaps are, and whether the model decides
         step("float64")
-        passes = Passes(model=model, inputs=inputs, watch=lambda: note, step=step)
+        passes = Passes(model=model, inputs=inputs, watch=lambda: note, step=step, room=room)
         logits = logits_of(passes.of("right", nullcontext), tokens, ends)
         exact = TokenFigures.of(logits, chosen, ends)
         compared = _Compared.of(logits, exact, chosen)
@@ -158,7 +167,7 @@ class JudgedText:
         del logits  # of `(tokens, vocabulary)` in float64, which the passes with noise need room for
         decides = any(name not in CONTINUOUS for name in decisions)
         # a mistake may have a router choose otherwise, so passes with one decide by themselves
-        free = Passes(model=model, inputs=inputs, watch=lambda: None, step=step)
+        free = passes.deciding_freely(decides=decides)
         unjudged = _Unjudged(tokens=tokens, passes=free, exact=exact, compared=compared, right=right, decides=decides)
         return unjudged.judged_in(arithmetic)
 
@@ -330,9 +339,7 @@ class JudgedText:
         if not far <= 1:
             return _FAR * far
         read = functools.partial(processing.logprobs, chosen=self.chosen, kept=kept)
-        noisy = _noisy_figures(
-            self.passes.model, tokens, self.passes.inputs, read, len(self.noisy_logprobs), step, self.arithmetic
-        )
+        noisy = _noisy_figures(self.passes, tokens, read, len(self.noisy_logprobs), step, self.arithmetic)
         allowed = _spread(noisy, exact).allowed(exact, torch.float32)[:, 0] + self.rounding_of_all
         return float(_ratios(wanted, exact[:, 0], allowed).max())
 
@@ -381,9 +388,7 @@ class _Unjudged:
         """Return the text with what rounding may do in an arithmetic."""
         passes = self.passes
         count = MOST_PASSES if self.decides else LEAST_PASSES
-        noisy = _noisy_figures(
-            passes.model, self.tokens, passes.inputs, self.compared.figures, count, passes.step, arithmetic
-        )
+        noisy = _noisy_figures(passes, self.tokens, self.compared.figures, count, passes.step, arithmetic)
         gap_spread, logprob_spread = (_spread([each[:, [n]] for each in noisy], self.right[:, [n]]) for n in range(2))
         return JudgedText(
             tokens=self.tokens,
@@ -398,24 +403,31 @@ class _Unjudged:
 
 
 def _noisy_figures(
-    model: Any,
+    passes: Passes,
     tokens: Tokens,
-    inputs: Activations,
     figures: Callable[[Logits], torch.Tensor],
     count: int,
     step: Step,
     arithmetic: EngineArithmetic,
 ) -> list[torch.Tensor]:
     """Return figures of passes with random rounding errors in the writer's arithmetic."""
+    model = passes.model
     ends = end_ids(model)
-    noisy = []
-    for seed in range(count):
+
+    def compute(seed: int) -> torch.Tensor:
         step(f"with noise ({seed + 1} of {count})")
         with arithmetic.of_parameters(model):
             kernels = half_kernels.replacement(model, len(tokens.prompt) + len(tokens.ids))
             # the cache inside the noise: it has to see keys and values before attention is computed otherwise
             with half_kernels.computing(kernels), with_noise(Products(), seed), arithmetic.of_cache(seed):
-                logits = activations(model, inputs)[OUTPUT]
+                return activations(model, passes.inputs)[OUTPUT]
+
+    noisy = []
+    for seed in range(count):
+        if tokens.judged_logprobs is None:  # nothing asks for these logits again
+            logits = compute(seed)
+        else:
+            logits = passes.with_noise(f"{arithmetic}, noise {seed}", functools.partial(compute, seed))
         noisy.append(figures(logits_of(logits, tokens, ends)))
     return noisy
 

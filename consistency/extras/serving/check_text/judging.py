@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,7 @@ from consistency.extras.serving.check_text.report import TextResult, Verdict
 from consistency.extras.serving.check_text.sampling import Sampling
 from consistency.extras.serving.check_text.screening import PlainText, Screen, plain_text
 from consistency.extras.serving.check_text.texts import Text, Tokens
+from consistency.extras.serving.engine_outputs.passes import Room
 from consistency.numerics.dtype import name_of
 
 SAMPLE = 8
@@ -29,8 +30,14 @@ SAMPLE = 8
 _MOST_SUSPICIOUS = 16
 """Texts more that are judged in float64, those that are furthest from a pass in the dtype."""
 
+MOST_EXPLAINED = 6
+"""Wrong texts that causes are tried on."""
+
 FAR_OUTSIDE = 4.0
 """Ratio of the screen from which on a text is wrong that could not be judged in float64 for the number of those."""
+
+_KEPT_BYTES = 1 << 30
+"""Bytes of logits that are kept: an eighth of the 8 GB of the smallest host that is supported."""
 
 _UNDECIDED = "a router or another selection may have chosen otherwise by rounding: not judged"
 _TOO_MANY = "further from the model than two healthy devices commonly are; too many such texts to judge all in float64"
@@ -69,6 +76,8 @@ class Judging:
         Names of the adapters that wrote texts, where several were given and one is told.
     arithmetic : EngineArithmetic
         How the writer computes, as it is stated or was found.
+    room : Room
+        Room for the logits of texts that are judged in float64, which explanations ask for again.
     is_found : bool
         That it computes so was found here, and is not looked for again.
     """
@@ -82,6 +91,7 @@ class Judging:
     writers: dict[int, str] = field(default_factory=dict)
     arithmetic: EngineArithmetic = OWN
     is_found: bool = False
+    room: Room = field(default_factory=lambda: Room(_KEPT_BYTES))
     screen: Screen = field(init=False)
 
     def judge(self) -> None:
@@ -106,8 +116,23 @@ class Judging:
         ratios = {number: self.screen.ratio(self.plain[number]) for number in rest}
         suspicious = [number for number in rest if not ratios[number] <= 1 and not self.is_of_another(number)]
         suspicious.sort(key=lambda number: -ratios[number])
-        for number in suspicious[:_MOST_SUSPICIOUS]:
+        self._judge_suspicious(suspicious, ratios)
+
+    def _judge_suspicious(self, suspicious: Sequence[int], ratios: Mapping[int, float]) -> None:
+        """Judge texts in float64 that stand out, the furthest first.
+
+        Once as many are wrong as causes are tried on, those that are far outside need no float64 to be wrong too.
+        """
+        judged = 0
+        wrong = sum(self._exact_result(number).is_unexplained for number in self.sample)
+        for number in suspicious:
+            if judged == _MOST_SUSPICIOUS:
+                return
+            if wrong >= MOST_EXPLAINED and ratios[number] > FAR_OUTSIDE:
+                continue
             self._judge_exactly(number)
+            judged += 1
+            wrong += self._exact_result(number).is_unexplained
 
     def step(self, number: int, name: str) -> None:
         """Announce the next step of a text."""
@@ -121,7 +146,9 @@ class Judging:
 
     def _judge_exactly(self, number: int) -> None:
         step = functools.partial(self.step, number)
-        judged = JudgedText.of(self.run.model, self.tokens[number], self.run.tokenizer, step, self.arithmetic)
+        judged = JudgedText.of(
+            self.run.model, self.tokens[number], self.run.tokenizer, step, self.arithmetic, room=self.room
+        )
         self.exact[number] = judged
         self.tokens[number] = judged.tokens
 

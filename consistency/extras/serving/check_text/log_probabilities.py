@@ -12,9 +12,8 @@ import torch
 from consistency.extras.serving.check_text.alternatives import active
 from consistency.extras.serving.check_text.arithmetic import log_softmax_error
 from consistency.extras.serving.check_text.differences import summarize
-from consistency.extras.serving.check_text.explaining import MOST_EXPLAINED
 from consistency.extras.serving.check_text.judged_text import chosen_ids, penalized_by
-from consistency.extras.serving.check_text.judging import FAR_OUTSIDE, Judging
+from consistency.extras.serving.check_text.judging import FAR_OUTSIDE, MOST_EXPLAINED, Judging
 from consistency.extras.serving.check_text.options import sampling_of_logprobs
 from consistency.extras.serving.check_text.penalties import USUAL_PENALTIES
 from consistency.extras.serving.check_text.processing import (
@@ -34,6 +33,9 @@ from consistency.extras.serving.check_text.summary import LogprobSummary
 
 _MOST_FITTED_TEXTS = 4
 """Wrong texts that a sampler's parameters are fitted to together."""
+
+_MOST_FITTED_TOKENS = 128
+"""Tokens of all these texts that they are fitted to, spread over each; they are then held against all."""
 
 _FEW_TOKENS = 16
 """Tokens of each text by which penalties are compared."""
@@ -79,9 +81,10 @@ def _fitted_processings(judging: Judging, numbers: Sequence[int]) -> list[Proces
         text = judging.exact[number]
         logprobs = text.tokens.judged_logprobs
         assert logprobs is not None
-        is_given = logprobs.isfinite()
-        of_texts.append(text.logits().at(is_given))
-        rows.append(tuple(value[is_given] for value in (text.chosen, logprobs, text.allowed_logprobs)))
+        given = logprobs.isfinite().nonzero()[:, 0]
+        places = given[:: -(-len(given) * len(numbers) // _MOST_FITTED_TOKENS)]
+        of_texts.append(text.logits().at(places))
+        rows.append(tuple(value[places] for value in (text.chosen, logprobs, text.allowed_logprobs)))
     chosen, wanted, allowed = (torch.cat(values) for values in zip(*rows, strict=True))
     return processings_of(wanted, Logits.joined(of_texts), chosen, allowed)
 

@@ -224,6 +224,8 @@ class Ranking:
     ----------
     scores, order : torch.Tensor
         `(tokens, vocabulary)`: logits over temperature in descending order, and the ids that they are of.
+    negated : torch.Tensor
+        The scores with the other sign, in ascending order, in which a border is searched for.
     sums : torch.Tensor
         `(tokens, vocabulary)`: the logarithm of the sum of the exponentials of the first of them.
     chosen_scores, places : torch.Tensor
@@ -231,6 +233,7 @@ class Ranking:
     """
 
     scores: torch.Tensor
+    negated: torch.Tensor
     order: torch.Tensor
     sums: torch.Tensor
     chosen_scores: torch.Tensor
@@ -244,6 +247,7 @@ class Ranking:
         places = (order == chosen[:, None]).to(torch.int8).argmax(-1)
         return cls(
             scores=scores,
+            negated=-scores,
             order=order,
             sums=scores.logcumsumexp(-1),
             chosen_scores=chosen_scores,
@@ -251,10 +255,27 @@ class Ranking:
         )
 
     def at(self, temperature: float) -> Ranking:
-        """Return the same tokens at another temperature, which leaves their order."""
+        """Return the same tokens with scores that are divided by a temperature, which leaves their order."""
+        if temperature == 1:
+            return self
         scores = self.scores / temperature
         return replace_fields(
-            self, scores=scores, sums=scores.logcumsumexp(-1), chosen_scores=self.chosen_scores / temperature
+            self,
+            scores=scores,
+            negated=-scores,
+            sums=scores.logcumsumexp(-1),
+            chosen_scores=self.chosen_scores / temperature,
+        )
+
+    def rows(self, places: torch.Tensor) -> Ranking:
+        """Return the ranking of some places of the text."""
+        return Ranking(
+            scores=self.scores[places],
+            negated=self.negated[places],
+            order=self.order[places],
+            sums=self.sums[places],
+            chosen_scores=self.chosen_scores[places],
+            places=self.places[places],
         )
 
     def counts_left(self, sampling: Sampling, slack: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -300,7 +321,7 @@ class Ranking:
             counts = counts.minimum(torch.searchsorted(self.sums, whole + _log(sampling.top_p))[:, 0] + 1)
         if sampling.min_p > 0:
             least = self.scores[:, :1] + math.log(sampling.min_p)
-            counts = counts.minimum(torch.searchsorted(-self.scores, -least, right=True)[:, 0])
+            counts = counts.minimum(torch.searchsorted(self.negated, -least, right=True)[:, 0])
         return counts.clamp(1, size)
 
     def masses(self, left: int = 0) -> torch.Tensor:
@@ -340,8 +361,8 @@ class Ranking:
         None where no number of tokens does at some place, or only one that would leave out the token itself.
         """
         targets = self.chosen_scores - wanted
-        fewest = (self.sums < (targets - allowed)[:, None]).sum(-1) + 1
-        most = (self.sums <= (targets + allowed)[:, None]).sum(-1)
+        fewest = torch.searchsorted(self.sums, (targets - allowed)[:, None])[:, 0] + 1
+        most = torch.searchsorted(self.sums, (targets + allowed)[:, None], right=True)[:, 0]
         fewest = fewest.maximum(self.places + 1)
         if bool((fewest > most).any()):
             return None
@@ -360,36 +381,32 @@ def processings_of(
     chosen : torch.Tensor
         `(tokens,)`: the ids of the text.
     """
-    found = []
     masks = (False, True) if logits.masks_end else (False,)
-    if logits.masks_end:
-        found.append(Processing(is_end_masked=True))
     if len(wanted) < _LEAST_TOKENS:
-        return found
-    for is_end_masked in masks:
-        temperatures = _temperatures(wanted, logits.of(is_end_masked=is_end_masked), chosen)
-        for temperature in temperatures:
-            found.append(Processing(sampling=Sampling(temperature=temperature), is_end_masked=is_end_masked))
+        return [Processing(is_end_masked=True)] if logits.masks_end else []
+    few = _spread_over(len(wanted))
+    scores: dict[Processing, float] = {}
     for is_end_masked in masks:
         of_mask = logits.of(is_end_masked=is_end_masked)
-        fitted = next(_leaving_out(wanted, of_mask, chosen, allowed), None)
-        samplers = [] if fitted is None else [fitted]
-        for sampling in [*samplers, *_nearest_usual(wanted, of_mask, chosen)]:
-            found.append(Processing(sampling=sampling, is_end_masked=is_end_masked))
-    return sorted(dict.fromkeys(found), key=lambda processing: _score(processing, wanted, logits, chosen))
-
-
-def _score(processing: Processing, wanted: torch.Tensor, logits: Logits, chosen: torch.Tensor) -> float:
-    """Return how badly a way explains log probabilities, and by how many parameters (Bayes's information criterion).
-
-    A way of more parameters comes first only where it is so much nearer that chance is no reason.
-    """
-    few = _spread_over(len(wanted))
-    return score_of(processing, processing.logprobs(logits.at(few), chosen[few])[:, 0] - wanted[few])
+        ranking = Ranking.of(of_mask, chosen, 1.0)  # sorted once: a temperature leaves the order
+        of_few = ranking.rows(few)
+        samplers = [Sampling()] if is_end_masked else []
+        samplers += [Sampling(temperature=temperature) for temperature in _temperatures(wanted, of_mask, chosen)]
+        fitted = next(_leaving_out(wanted, ranking, allowed), None)
+        samplers += [] if fitted is None else [fitted]
+        for sampling in [*samplers, *_nearest_usual(wanted[few], of_few)]:
+            processing = Processing(sampling=sampling, is_end_masked=is_end_masked)
+            errors = of_few.at(sampling.temperature).logprobs(sampling) - wanted[few]
+            scores[processing] = score_of(processing, errors)
+    return sorted(scores, key=lambda processing: scores[processing])
 
 
 def score_of(processing: Processing, errors: torch.Tensor) -> float:
-    """Return how badly a way explains log probabilities, of which it leaves these errors; lower is better."""
+    """Return how badly a way explains log probabilities, of which it leaves these errors; lower is better.
+
+    By its errors and the number of its parameters (Bayes's information criterion): a way of more parameters comes first
+    only where it is so much nearer that chance is no reason.
+    """
     # a number of more digits is as much more to choose
     parameters = processing.is_end_masked + sum(map(_digits, _settings_of(processing.sampling)))
     mean_square = float(errors.square().nanmean()) + _LEAST_SQUARE
@@ -424,41 +441,35 @@ def _temperatures(wanted: torch.Tensor, logits: torch.Tensor, chosen: torch.Tens
     return [temperature for temperature in rounded if temperature not in (0.0, 1.0)]
 
 
-def _leaving_out(
-    wanted: torch.Tensor, logits: torch.Tensor, chosen: torch.Tensor, allowed: torch.Tensor
-) -> Iterator[Sampling]:
+def _leaving_out(wanted: torch.Tensor, ranking: Ranking, allowed: torch.Tensor) -> Iterator[Sampling]:
     """Yield samplers that leave tokens out and give these log probabilities, within what rounding allows.
 
     All tokens are tried at one temperature after another, a few of them first: most temperatures fit none.
     """
     few = wanted.argsort()[:_MOST_FITTED]
+    ranking_of_few = ranking.rows(few)
     for temperature in USUAL_TEMPERATURES:
         slack = allowed / min(1.0, temperature)
-        of_few = Ranking.of(logits[few], chosen[few], temperature)
-        if of_few.counts_that_fit(wanted[few], slack[few]) is None:
+        if ranking_of_few.at(temperature).counts_that_fit(wanted[few], slack[few]) is None:
             continue
-        ranking = Ranking.of(logits, chosen, temperature)
-        counts = ranking.counts_that_fit(wanted, slack)
+        at_temperature = ranking.at(temperature)
+        counts = at_temperature.counts_that_fit(wanted, slack)
         if counts is None:
             continue
-        base = Sampling(temperature=temperature)
-        yield from _parameters(ranking, *counts, slack, base)
+        yield from _parameters(at_temperature, *counts, slack, Sampling(temperature=temperature))
 
 
-def _nearest_usual(wanted: torch.Tensor, logits: torch.Tensor, chosen: torch.Tensor) -> list[Sampling]:
+def _nearest_usual(wanted: torch.Tensor, ranking: Ranking) -> list[Sampling]:
     """Return the usual samplers whose log probabilities are nearest to those wanted, by their squares.
 
     Where rounding at each token is large, many numbers of tokens fit each, and all tokens together tell the parameter.
     """
-    few = _spread_over(len(wanted))
-    wanted, chosen = wanted[few], chosen[few]
-    sorted_once = Ranking.of(logits[few], chosen, 1.0)
     squares = {}
     for temperature in USUAL_TEMPERATURES:
-        ranking = sorted_once.at(temperature)
+        at_temperature = ranking.at(temperature)
         for usual in USUAL_SAMPLERS:
             sampling = replace(usual, temperature=temperature)
-            squares[sampling] = float((ranking.logprobs(sampling) - wanted).square().sum())
+            squares[sampling] = float((at_temperature.logprobs(sampling) - wanted).square().sum())
     return sorted(squares, key=lambda sampling: squares[sampling])[:_NEAREST]
 
 
@@ -485,14 +496,7 @@ def _parameters(
     by_p = most < top_k
     if not bool(by_p.any()) or bool(by_p.all()):
         return
-    of_p = Ranking(
-        scores=ranking.scores[by_p],
-        order=ranking.order[by_p],
-        sums=ranking.sums[by_p],
-        chosen_scores=ranking.chosen_scores[by_p],
-        places=ranking.places[by_p],
-    )
-    for top_p in _top_p_within(of_p, fewest[by_p], most[by_p], slack[by_p], left=top_k):
+    for top_p in _top_p_within(ranking.rows(by_p), fewest[by_p], most[by_p], slack[by_p], left=top_k):
         yield _leaving(base, top_k=top_k, top_p=top_p)
 
 

@@ -34,6 +34,26 @@ _KEPT_BYTES = 1 << 28
 supported."""
 
 
+@dataclass(slots=True)
+class Room:
+    """Memory for logits that are kept, of one text or of several.
+
+    Attributes
+    ----------
+    left : int
+        Bytes that are not taken yet.
+    """
+
+    left: int = _KEPT_BYTES
+
+    def take(self, size: int) -> bool:
+        """Report whether there is room for so many bytes, and take it."""
+        if size > self.left:
+            return False
+        self.left -= size
+        return True
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Passes:
     """Float64 passes of the model on the CPU over the inputs of some rows.
@@ -49,6 +69,7 @@ class Passes:
     watch: Callable[[], Watch | None]
     step: Callable[[str], None]
     """Called with the name of a pass before it begins."""
+    room: Room = field(default_factory=Room)
     _known: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def of(self, name: str, change: Callable[[], Change]) -> torch.Tensor:
@@ -75,9 +96,26 @@ class Passes:
     def _keep(self, name: str, logits: torch.Tensor) -> torch.Tensor:
         """Return logits in float64, and keep them for the next question where there is room."""
         logits = logits.to(torch.float64)
-        kept_bytes = sum(kept.nbytes for kept in self._known.values())
-        if kept_bytes + logits.nbytes <= _KEPT_BYTES:
+        if self.room.take(logits.nbytes):
             self._known[name] = logits
+        return logits
+
+    def deciding_freely(self, *, decides: bool) -> Passes:
+        """Return passes of which each decides by itself; what is known is known to them where nothing decides."""
+        known = {} if decides else self._known
+        return Passes(
+            model=self.model, inputs=self.inputs, watch=lambda: None, step=self.step, room=self.room, _known=known
+        )
+
+    def with_noise(self, name: str, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Return the float64 logits of a pass with noise, which are kept as their distance from the right ones."""
+        right, key = self._known.get("right"), f"{name}, beside the right ones"
+        if right is not None and key in self._known:
+            return right + self._known[key]
+        logits = compute().to(torch.float64)
+        # float32 has more digits of a small distance than are of use
+        if right is not None and self.room.take(logits.nbytes // 2):
+            self._known[key] = (logits - right).to(torch.float32)
         return logits
 
 

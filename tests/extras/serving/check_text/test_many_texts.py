@@ -13,8 +13,13 @@ import torch
 from consistency.errors import InputError
 from consistency.extras.serving.check_text.differences import differences_of
 from consistency.extras.serving.check_text.judge_texts import check_rollouts, check_text
+from consistency.extras.serving.check_text.judged_text import JudgedText
+from consistency.extras.serving.check_text.judging import SAMPLE
+from consistency.extras.serving.check_text.processing import Processing
+from consistency.extras.serving.check_text.sampling import Sampling
 from consistency.extras.serving.check_text.summary import LogprobSummary
-from consistency.extras.serving.check_text.texts import Text
+from consistency.extras.serving.check_text.texts import Text, encoded
+from consistency.extras.serving.engine_outputs.passes import Room
 from tests.extras.serving.check_text.made_texts import LORA, PROMPTS, loaded, texts_of
 from tests.worker.model.made_models import case_of, on_llama
 
@@ -48,6 +53,36 @@ def test_one_wrong_text_of_many_is_found_and_others_are_not(llama: Path) -> None
     wrong = [number for number, result in enumerate(report.texts) if result.has_other_logprobs]
     assert (wrong, report.exit_status, report.logprob_causes) == ([4], 1, ("adapter-ignored",))
     assert not report.texts[4].in_dtype, "who is accused was judged in float64"
+
+
+def test_of_many_wrong_texts_no_more_are_judged_in_float64_than_causes_are_tried_on(llama: Path) -> None:
+    """All are far outside: those of the sample are enough to say why, and each is said to be wrong."""
+    case = case_of(llama, on_llama(llama, LORA))
+    model = loaded(case)
+    with model.disable_adapter():
+        texts = texts_of(model, MANY, tokens=8, drawn=True)
+    report = check_text(case, texts)
+    assert all(result.has_other_logprobs for result in report.texts)
+    assert (report.exit_status, report.logprob_causes) == (1, ("adapter-ignored",))
+    assert sum(not result.in_dtype for result in report.texts) == SAMPLE
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_logits_that_are_kept_say_what_those_say_that_are_computed_again(llama: Path, dtype: str) -> None:
+    model = loaded(case_of(llama, on_llama(llama, LORA), dtype=dtype))
+    (text,) = texts_of(model, PROMPTS[:1], drawn=True)
+    cooler = Processing(sampling=Sampling(temperature=0.9))
+    own = JudgedText.of(model, encoded(text, None, "text"), None, list[str]().append)
+    text = msgspec.structs.replace(text, logprobs=cooler.logprobs(own.logits(), own.chosen)[:, 0].tolist())
+    ratios, passes_with_noise = [], []
+    for room in (0, 1 << 30):
+        steps: list[str] = []
+        judged = JudgedText.of(model, encoded(text, None, "text"), None, steps.append, room=Room(room))
+        ratios.append(judged.ratio_of_processing(cooler, steps.append))
+        passes_with_noise.append(sum("noise" in step for step in steps))
+    assert ratios[0] <= 1
+    assert ratios[1] == pytest.approx(ratios[0], rel=1e-5)
+    assert passes_with_noise == [6, 3]
 
 
 def test_what_adds_a_little_to_each_log_probability_is_off_as_a_whole(llama: Path) -> None:
