@@ -149,8 +149,14 @@ def _check_text(parsed: argparse.Namespace) -> int:
 
     texts = read_texts(parsed.texts)
 
+    announced = ""
+
     def step(name: str) -> None:
-        if not parsed.quiet:
+        nonlocal announced
+        what, _, _ = name.partition(":")
+        # a line for each text, and not for each of its passes
+        if not parsed.quiet and what != announced:
+            announced = what
             print(one_line(name), file=sys.stderr)
 
     processed = None if parsed.logprobs is None else parsed.logprobs == "processed"

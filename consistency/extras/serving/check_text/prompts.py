@@ -52,22 +52,21 @@ def _with_other_begin(prompt: list[int], tokenizer: Any, model: Any) -> Iterator
 
 
 def _with_other_spaces(prompt: list[int], tokenizer: Any) -> Iterator[Prompt]:
-    """Yield the prompt with and without the space at its end, and divided by the tokenizer as it would be."""
+    """Yield the prompt with and without the space at its end, and without its last character: each as it is encoded."""
     with suppress(Exception):  # tokenizers of any kind
-        words = tokenizer.decode(prompt, clean_up_tokenization_spaces=False)
         special = set(getattr(tokenizer, "all_special_ids", []))
         begin = prompt[:1] if prompt[0] in special else []
         words_without_begin = tokenizer.decode(prompt[len(begin) :], clean_up_tokenization_spaces=False)
-        for about, changed in (
-            ("without the space at its end", words_without_begin.rstrip(" ")),
-            ("without the white space at its end", words_without_begin.rstrip()),
-            ("with a space after it", words_without_begin + " "),
-            ("without the white space around it", words_without_begin.strip()),
+        for cause, about, changed in (
+            (TextCause.PROMPT_SPACE, "without the space at its end", words_without_begin.rstrip(" ")),
+            (TextCause.PROMPT_SPACE, "without the white space at its end", words_without_begin.rstrip()),
+            (TextCause.PROMPT_SPACE, "with a space after it", words_without_begin + " "),
+            (TextCause.PROMPT_SPACE, "without the white space around it", words_without_begin.strip()),
+            (TextCause.PROMPT_CUT, "without its last character", words_without_begin[:-1]),
         ):
             if changed != words_without_begin:
                 ids = tokenizer(changed, add_special_tokens=False)["input_ids"]
-                yield TextCause.PROMPT_SPACE, about, [*begin, *ids]
-        del words
+                yield cause, about, [*begin, *ids]
 
 
 def _by_other_templates(text: Text, prompt: list[int], tokenizer: Any) -> Iterator[Prompt]:

@@ -116,6 +116,13 @@ def test_prompts_in_words(chat: Case) -> None:
         assert (report.exit_status, report.logprob_causes) == (1, (cause.value,)), cause
 
 
+def test_a_prompt_in_words_that_lost_its_last_character(chat: Case) -> None:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(chat.base)
+    (text,) = texts_of(loaded(chat), [list(tokenizer("The licensor grant")["input_ids"])])
+    report = check_text(chat, [Text(prompt="The licensor grants", text=text.text)])
+    assert report.about[TextCause.PROMPT_CUT.value] == "without its last character"
+
+
 def test_prompts_by_another_template(chat: Case) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(chat.base)
     model = loaded(chat)

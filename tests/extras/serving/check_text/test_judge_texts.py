@@ -423,6 +423,8 @@ def test_the_command(llama: Path, tmp_path: Path, cli_here: Cli) -> None:
     assert "INCONSISTENT   the model could not have written" in done.stdout
     assert "written as the base alone: the adapter is not applied" in done.stdout
     assert "next: name the adapter in every request" in done.stdout
+    announced = done.stderr.splitlines()
+    assert len(announced) <= 2 * len(texts) + 1, "no line for each pass"
     done = cli_here(
         "check-text", file, "--base", llama, "--adapter", adapter, "--dtype", "float32", "--json", "--quiet"
     )
