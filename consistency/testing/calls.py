@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import functools
-import sys
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -17,13 +16,30 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
 
 from consistency.errors import UsageError, first_line
 from consistency.numerics.decision import Decision
-from consistency.numerics.decisions import DecisionMode
-from consistency.numerics.dispatch_mode import DispatchMode
 from consistency.numerics.dtype import UNIT_ROUNDOFF
 from consistency.numerics.exact import Float64Mode
 from consistency.numerics.rounding_noise import NotTogetherError
 from consistency.numerics.widening import each_tensor
 from consistency.testing.asked_dtype import AskedDtype, claim_dtype
+from consistency.testing.call_inputs import (
+    INCOMING,
+    TESTED,
+    WRITES_OF_A_COPY,
+    check_reference,
+    choose_gradients,
+    consumed_names,
+    copied,
+    finished,
+    is_unchanged,
+    laid_out,
+    leaf_name,
+    repeated,
+    requires_gradient,
+    round_leaf,
+    strides_of,
+    with_other_strides,
+)
+from consistency.testing.call_modes import NotingOperations, WithTestedDraws, eagerly, filling, forcing, needed, noting
 from consistency.worker import determinism
 
 Computed = dict[str, Any]
@@ -40,30 +56,14 @@ class Noise(Protocol):
 GRADIENT = "gradient of "
 """Beginning of the name of a gradient."""
 
-INCOMING = "incoming gradient"
-"""Beginning of the name of a gradient that a result is given in the backward pass."""
-
 AFTER_CALL, AFTER_BACKWARD = " after the call", " after the backward pass"
 """Ends of the names of what a call has changed."""
-
-_WRITES_OF_A_COPY = 1
-"""Version of a tensor that was written to once, to copy another one into it."""
-
-_LARGE = 1 << 14
-"""Elements from which an input is not compared after each pass: that takes as long as the pass."""
 
 _MANY_OPERATIONS = 300
 """Operations of a reference, with its backward pass, from which on passes are computed together: a recurrence."""
 
 _SMALL = 1 << 16
 """Most elements of each input then: of larger ones an operation takes longer than Python takes to see it."""
-
-_OFFSETS = 256
-"""Elements. A copy keeps the remainder of an input's offset over this, which decides how its memory is aligned, and one
-multiple of it: so a part of a large tensor is copied without the memory before it."""
-
-TESTED = frozenset(UNIT_ROUNDOFF) - {torch.float64}
-"""Dtypes that inputs may be rounded to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +78,10 @@ class FunctionRun:
     """First line of the error that it raised, where an earlier call raised none."""
     is_strided: bool = False
     """Whether its incoming gradients were not contiguous."""
+
+
+class _WrittenLeafError(RuntimeError):
+    """A function writes to an input that is a leaf of autograd, which torch refuses."""
 
 
 class FunctionCall:
@@ -118,19 +122,19 @@ class FunctionCall:
         state: dict[str, torch.Tensor] = {}
         if isinstance(function, torch.nn.Module):
             state = {**dict(function.named_parameters()), **dict(function.named_buffers())}
-            _check_reference(function, reference)
+            check_reference(function, reference)
         self._function = function
         self._reference = function if reference is None else reference
         paths_and_leaves, self._spec = tree_flatten_with_path((tuple(inputs), state))
-        self._names = [_leaf_name(path) for path, _ in paths_and_leaves]
-        self._leaves = [_round_leaf(leaf, dtype) for _, leaf in paths_and_leaves]
-        self._consumed = _consumed_names(consumes, self._names)
+        self._names = [leaf_name(path) for path, _ in paths_and_leaves]
+        self._leaves = [round_leaf(leaf, dtype) for _, leaf in paths_and_leaves]
+        self._consumed = consumed_names(consumes, self._names)
         self._gradients = gradients
         self._incoming_gradients: dict[tuple[int, Sequence[int]], torch.Tensor] = {}
         self._strides: dict[str, tuple[int, ...]] = {}  # of the results of the latest call
         self._operations = 0  # of the latest pass in float64
         self._writes = False  # whether the function writes to its inputs, which the first call shows
-        self._with_gradient = _choose_gradients(paths_and_leaves, default=gradients)
+        self._with_gradient = choose_gradients(paths_and_leaves, default=gradients)
         real = [leaf for leaf in self._leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
         # float64 inputs alone show no rounding: float64 is the reference
         tested = [leaf.dtype for leaf in real if leaf.dtype in TESTED]
@@ -179,7 +183,7 @@ class FunctionCall:
     def operations_on(self, device: torch.device) -> set[Any]:
         """Return the operations of torch's that the function calls on a device, by one call more."""
         called: set[Any] = set()
-        with _Noting(called):
+        with NotingOperations(called):
             self._computed(self._function, device, by_torch=False)
         return called
 
@@ -190,7 +194,7 @@ class FunctionCall:
 
     def exact(self, replayed: Sequence[Decision] = ()) -> Computed:
         """Compute the reference in float64 on the CPU, with these outcomes of its first decisions."""
-        with self._in_float64() as mode, _forcing(replayed), _needed("in float64"):
+        with self._in_float64() as mode, forcing(replayed), needed("in float64"):
             computed = self._computed(self._reference, torch.device("cpu"), wide=True)
         # of attention every other pass is that of a fused kernel, so such passes are computed one by one
         self._operations = 0 if mode.has_kernels else mode.operations
@@ -199,7 +203,7 @@ class FunctionCall:
     @contextmanager
     def _in_float64(self) -> Iterator[Float64Mode]:
         """Compute in float64, with the draws of the tested dtype."""
-        with _eagerly(), _WithTestedDraws(self.dtype) as mode:
+        with eagerly(), WithTestedDraws(self.dtype) as mode:
             yield mode
 
     def with_noise(self, seeds: range, noise: Noise, replayed: Sequence[Decision] = ()) -> list[Computed]:
@@ -208,7 +212,7 @@ class FunctionCall:
             together = self._passes_together(len(seeds), noise(seeds.start, together=True))
             if together is not None:
                 return together
-        return [self._noisy(noise(seed), _forcing(replayed)) for seed in seeds]
+        return [self._noisy(noise(seed), forcing(replayed)) for seed in seeds]
 
     def _passes_together(self, count: int, mode: AbstractContextManager[None]) -> list[Computed] | None:
         """Compute several passes at once, as one more dimension of all tensors; None where that cannot be done.
@@ -235,7 +239,7 @@ class FunctionCall:
                 self._prepared(leaf, device, False, has_gradient and self._gradients)
                 for leaf, has_gradient in zip(self._leaves, self._with_gradient, strict=True)
             ]
-            arguments = [_repeated(leaf, count) for leaf in leaves]
+            arguments = [repeated(leaf, count) for leaf in leaves]
         dimensions = [0 if isinstance(argument, torch.Tensor) else None for argument in arguments]
         results: dict[str, Any] = {}
         others: dict[str, Any] = {}
@@ -249,9 +253,9 @@ class FunctionCall:
         with torch.set_grad_enabled(self._gradients or torch.is_grad_enabled()), determinism.seeded():
             tensors = torch.func.vmap(called, in_dims=tuple(dimensions))(*arguments)
             results = dict(zip(results, tensors, strict=True))
-            if any(isinstance(leaf, torch.Tensor) and leaf._version > _WRITES_OF_A_COPY for leaf in arguments):
+            if any(isinstance(leaf, torch.Tensor) and leaf._version > WRITES_OF_A_COPY for leaf in arguments):
                 raise NotTogetherError("an input that is written to")
-            computed: Computed = each_tensor(_finished, results)
+            computed: Computed = each_tensor(finished, results)
             if self._gradients:
                 computed |= self._gradients_together(results, arguments, count)
         parts = [{name: tensor[number] for name, tensor in computed.items()} for number in range(count)]
@@ -259,8 +263,8 @@ class FunctionCall:
 
     def _gradients_together(self, results: Mapping[str, Any], arguments: Sequence[Any], count: int) -> Computed:
         """Return the gradients of all arguments, with the same output gradients for each pass."""
-        named = {name: leaf for name, leaf in zip(self._names, arguments, strict=True) if _has_gradient(leaf)}
-        outputs = [value for value in results.values() if _has_gradient(value)]
+        named = {name: leaf for name, leaf in zip(self._names, arguments, strict=True) if requires_gradient(leaf)}
+        outputs = [value for value in results.values() if requires_gradient(value)]
         if not outputs or not named:
             return {}
         incoming = [
@@ -272,7 +276,7 @@ class FunctionCall:
         )
         computed: Computed = {}
         for (name, leaf), gradient in zip(named.items(), gradients, strict=True):
-            computed[f"{GRADIENT}{name}"] = _finished(torch.zeros_like(leaf) if gradient is None else gradient)
+            computed[f"{GRADIENT}{name}"] = finished(torch.zeros_like(leaf) if gradient is None else gradient)
         return computed
 
     def _noisy(self, *modes: AbstractContextManager[Any], compute: Callable[..., Any] | None = None) -> Computed:
@@ -284,11 +288,11 @@ class FunctionCall:
             Computes a function on a device instead of `_computed`.
         """
         kind = self.device.type
-        with _eagerly(), ExitStack() as stack:
+        with eagerly(), ExitStack() as stack:
             # the CPU has an autocast of its own, which the device's does not switch on
             if kind != "cpu" and torch.is_autocast_enabled(kind):
                 stack.enter_context(torch.autocast("cpu", dtype=torch.get_autocast_dtype(kind)))
-            for mode in (*modes, _needed("on the CPU")):
+            for mode in (*modes, needed("on the CPU")):
                 stack.enter_context(mode)
             return (compute or self._computed)(self._reference, torch.device("cpu"))
 
@@ -305,12 +309,12 @@ class FunctionCall:
             Note also the decisions that a gradient alone depends on.
         """
         exact: list[Decision] = []
-        with self._in_float64(), _noting(exact, gradient=gradient):
+        with self._in_float64(), noting(exact, gradient=gradient):
             self._computed(self._reference, torch.device("cpu"), wide=True)
         drawn: list[list[Decision]] = []
         for seed in range(passes if exact else 0):
             drawn.append([])
-            self._noisy(noise(seed), _noting(drawn[-1], gradient=gradient))
+            self._noisy(noise(seed), noting(drawn[-1], gradient=gradient))
         decisions = []
         for decision, *noisy_decisions in zip(exact, *drawn, strict=False):
             operands = [noisy.operand for noisy in noisy_decisions]
@@ -321,7 +325,7 @@ class FunctionCall:
     def decisions_on(self, device: torch.device) -> list[Decision]:
         """Compute the function that is judged once more, for the decisions of torch's operations in it."""
         decisions: list[Decision] = []
-        with _noting(decisions, gradient=True):
+        with noting(decisions, gradient=True):
             self._computed(self._function, device, by_torch=False)
         return decisions
 
@@ -348,41 +352,50 @@ class FunctionCall:
         fills : bool
             Whether memory that nothing was written to is filled with NaN.
         """
-        filling = _filling() if fills else None
+        compute = functools.partial(
+            self._results, function, device, wide=wide, by_torch=by_torch, is_strided=is_strided, fills=fills
+        )
+        try:
+            return compute()
+        except _WrittenLeafError:
+            # from now on arguments are copies that keep the graph, which can be written to; they warn under
+            # torch.compile, so they are no more than needed
+            self._writes = True
+            return compute()
+
+    def _results(
+        self,
+        function: Callable[..., Any],
+        device: torch.device,
+        *,
+        wide: bool,
+        by_torch: bool,
+        is_strided: bool,
+        fills: bool,
+    ) -> Computed:
+        """Do what `_computed` does, once."""
+        mode = filling() if fills else None
         with _disable_current_modes():
             leaves = [
                 self._prepared(leaf, device, wide, has_gradient and self._gradients)
                 for leaf, has_gradient in zip(self._leaves, self._with_gradient, strict=True)
             ]
-            arguments = [_copied(leaf) for leaf in leaves]
+            arguments = [copied(leaf) for leaf in leaves]
         with torch.set_grad_enabled(self._gradients or torch.is_grad_enabled()), determinism.seeded():
             if self._writes:
-                arguments = [_copied(leaf, keeps_graph=True) for leaf in leaves]
-            try:
-                with self._answering(arguments) if wide else filling or nullcontext():
-                    result = self._called(function, arguments)
-            except RuntimeError as error:
-                # a leaf cannot be written to; what is not one warns under torch.compile, so it is no more than needed
-                if self._writes or "leaf" not in str(error):
-                    raise
-                self._writes = True  # from now on arguments are copies that keep the graph, which can be written to
-                return self._computed(
-                    function, device, wide=wide, by_torch=by_torch, is_strided=is_strided, fills=fills
-                )
+                arguments = [copied(leaf, keeps_graph=True) for leaf in leaves]
+            with self._answering(arguments) if wide else mode or nullcontext():
+                result = self._called(function, arguments)
             results = {f"result{keystr(path)}": value for path, value in tree_flatten_with_path(result)[0]}
-            self._strides = _strides_of(results)
+            self._strides = strides_of(results)
             unchanged = self._add_changed_inputs(results, leaves, arguments, by_torch=by_torch)
-            computed: Computed = each_tensor(_finished, results)
+            computed: Computed = each_tensor(finished, results)
             if self._gradients:
                 versions = {name: argument._version for name, (_, argument) in unchanged.items()}
                 # copies that keep the graph are no leaves: their gradients are those of what they were copied from
                 sources = leaves if self._writes else arguments
-                computed |= self._backward(results, sources, filling, is_strided=is_strided, by_torch=by_torch)
-                for name, (before, after) in unchanged.items():
-                    # torch's own backward pass counts what it writes
-                    may_be_changed = after._version != versions[name] or not by_torch
-                    if may_be_changed and not _is_unchanged(before, after, by_torch=False):
-                        computed[name + AFTER_BACKWARD] = _finished(after)
+                computed |= self._backward(results, sources, mode, is_strided=is_strided, by_torch=by_torch)
+                computed |= _changed_since(unchanged, versions, by_torch=by_torch)
             return computed
 
     def _add_changed_inputs(
@@ -396,7 +409,7 @@ class FunctionCall:
         for name, before, after in zip(self._names, leaves, arguments, strict=True):
             if name in self._consumed or not isinstance(after, torch.Tensor):
                 continue
-            if _is_unchanged(before, after, by_torch=by_torch):
+            if is_unchanged(before, after, by_torch=by_torch):
                 unchanged[name] = before, after
             elif not any(after is value for value in results.values()):
                 results[name + AFTER_CALL] = after
@@ -417,9 +430,14 @@ class FunctionCall:
     def _called(self, function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
         """Call a function with the flattened arguments; a module also with its parameters and buffers."""
         inputs, state = tree_unflatten(arguments, self._spec)
-        if isinstance(function, torch.nn.Module):
-            return torch.func.functional_call(function, state, inputs)
-        return function(*inputs)
+        try:
+            if isinstance(function, torch.nn.Module):
+                return torch.func.functional_call(function, state, inputs)
+            return function(*inputs)
+        except RuntimeError as error:
+            if not self._writes and "leaf" in str(error):
+                raise _WrittenLeafError(*error.args) from error
+            raise
 
     def _prepared(self, leaf: Any, device: torch.device, wide: bool, has_gradient: bool) -> Any:
         """Return an input on a device: in float64 if `wide`, and a leaf of autograd if it `has_gradient`."""
@@ -436,7 +454,7 @@ class FunctionCall:
         if wide:
             leaf = leaf.to(device, dtype)  # torch's own operations follow any strides
         elif leaf.device != device:
-            leaf = _laid_out(leaf, device=device)
+            leaf = laid_out(leaf, device=device)
         return leaf.requires_grad_(has_gradient and differentiable)
 
     def _backward(
@@ -458,14 +476,14 @@ class FunctionCall:
         mode : TorchFunctionMode, optional
             The mode in which the backward pass runs.
         """
-        names = [name for name, leaf in zip(self._names, leaves, strict=True) if _has_gradient(leaf)]
-        differentiated = [leaf for leaf in leaves if _has_gradient(leaf)]
-        outputs = {name: value for name, value in results.items() if _has_gradient(value)}
+        names = [name for name, leaf in zip(self._names, leaves, strict=True) if requires_gradient(leaf)]
+        differentiated = [leaf for leaf in leaves if requires_gradient(leaf)]
+        outputs = {name: value for name, value in results.items() if requires_gradient(value)}
         if not outputs or not differentiated:
             return {}
         incoming = [self._incoming_gradient(output, number) for number, output in enumerate(outputs.values())]
         if is_strided:
-            incoming = [_with_other_strides(gradient) for gradient in incoming]
+            incoming = [with_other_strides(gradient) for gradient in incoming]
         versions = [gradient._version for gradient in incoming]
         # torch.autograd.grad imports SymPy to compare shapes, a second of a first assertion, and hides a function mode
         # from the backward passes of the function
@@ -476,13 +494,13 @@ class FunctionCall:
         computed: Computed = {}
         for name, leaf, gradient in zip(names, differentiated, gradients, strict=True):
             whole = torch.zeros_like(leaf) if gradient is None else gradient  # None where no result depends on the leaf
-            computed[f"{GRADIENT}{name}"] = _finished(whole)
+            computed[f"{GRADIENT}{name}"] = finished(whole)
         for number, (name, output) in enumerate(outputs.items()):
             if by_torch and incoming[number]._version == versions[number]:
                 continue
             given = self._incoming_gradient(output, number)
-            if INCOMING not in self._consumed and not _is_unchanged(given, incoming[number], by_torch=False):
-                computed[f"{INCOMING} of {name}{AFTER_BACKWARD}"] = _finished(incoming[number])
+            if INCOMING not in self._consumed and not is_unchanged(given, incoming[number], by_torch=False):
+                computed[f"{INCOMING} of {name}{AFTER_BACKWARD}"] = finished(incoming[number])
         return computed
 
     def _incoming_gradient(self, result: torch.Tensor, number: int) -> torch.Tensor:
@@ -506,297 +524,19 @@ class FunctionCall:
             return deviates.to(result.device, result.dtype, copy=True)
 
 
-class _FilledMemory(TorchFunctionMode):
-    """Fill floating-point memory that nothing was written to with NaN."""
+def _changed_since(
+    unchanged: Mapping[str, tuple[torch.Tensor, torch.Tensor]], versions: Mapping[str, int], *, by_torch: bool
+) -> Computed:
+    """Return the inputs that a backward pass has changed, of those that the call had left as they were.
 
-    _EMPTY = frozenset(
-        {torch.empty, torch.empty_like, torch.empty_strided, torch.Tensor.new_empty, torch.Tensor.new_empty_strided}
-    )
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        is_unwritten = func in self._EMPTY and (result.is_floating_point() or result.is_complex())
-        return result.detach().fill_(torch.nan).requires_grad_(result.requires_grad) if is_unwritten else result
-
-
-class _Noting(DispatchMode):
-    """Add each operation that is called to a set."""
-
-    def __init__(self, called: set[Any]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves this class untyped
-        self._called = called
-
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        self._called.add(func)
-        return func(*args, **(kwargs or {}))
-
-
-@functools.cache
-def _draws(func: Any) -> bool:
-    """Report whether an operation draws random numbers."""
-    return torch.Tag.nondeterministic_seeded in func.tags
-
-
-class _WithTestedDraws(Float64Mode):
-    """Compute in float64, but draw random numbers in the tested dtype: in float64 they would be others."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self._dtype = dtype
-
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if not _draws(func):
-            return super().__torch_dispatch__(func, types, args, kwargs)
-        kwargs = dict(kwargs or {})
-        with _disable_current_modes():
-            narrow: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-            def narrowed(value: torch.Tensor) -> torch.Tensor:
-                if value.dtype != torch.float64:
-                    return value
-                narrow.append((value, value.to(self._dtype)))
-                return narrow[-1][1]
-
-            result = func(*each_tensor(narrowed, args), **each_tensor(narrowed, kwargs))
-            if func._schema.is_mutable:
-                for value, drawn in narrow:
-                    value.copy_(drawn)
-            wide_by_narrow = {id(drawn): value for value, drawn in narrow}
-
-            def widened(drawn: torch.Tensor) -> torch.Tensor:
-                if id(drawn) in wide_by_narrow:  # the operand itself, as of an operation in place
-                    return wide_by_narrow[id(drawn)]
-                return drawn.double() if drawn.dtype in TESTED else drawn
-
-            return each_tensor(widened, result)
-
-
-def _repeated(leaf: Any, count: int) -> Any:
-    """Return copies of a tensor along one more dimension in front, a new leaf of autograd; anything else as it is."""
-    if not isinstance(leaf, torch.Tensor):
-        return leaf
-    copies = leaf.detach().expand(count, *leaf.shape).clone()
-    return copies.requires_grad_(leaf.requires_grad)
-
-
-def _with_other_strides(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy whose dimensions lie in memory in reversed order, each element followed by a NaN.
-
-    A kernel that reads it as if it were contiguous stays within its memory, and gets other elements and NaN.
+    Parameters
+    ----------
+    versions : mapping
+        The version of each before the backward pass: torch's own counts what it writes.
     """
-    if not tensor.dim():
-        return tensor
-    memory = tensor.new_full((*reversed(tensor.shape), 2), torch.nan)
-    other = memory.select(-1, 0).permute(*reversed(range(tensor.dim())))
-    return other.copy_(tensor)
-
-
-def _filling() -> _FilledMemory | None:
-    """Return a mode that fills memory with NaN; None in a process with torch's compiler, which would compile anew."""
-    return None if "torch._dynamo" in sys.modules else _FilledMemory()
-
-
-def _strides_of(results: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Return the strides of each dense tensor, 0 for a dimension of one element, where they mean nothing."""
-    strides = {}
-    for name, value in results.items():
-        if isinstance(value, torch.Tensor) and value.layout is torch.strided:
-            pairs = zip(value.shape, value.stride(), strict=True)
-            strides[name] = tuple(stride if size > 1 else 0 for size, stride in pairs)
-    return strides
-
-
-def _consumed_names(consumes: Collection[int | str], names: Sequence[str]) -> frozenset[str]:
-    """Return the names of the inputs that a function may change: a number or `input 0` stands for all tensors in it."""
-    consumed: set[str] = set()
-    for given in consumes:
-        prefix = f"input {given}" if isinstance(given, int) else given
-        chosen = {name for name in names if name == prefix or name.startswith(f"{prefix}[")}
-        if prefix == INCOMING:
-            chosen = {INCOMING}
-        if not chosen:
-            raise UsageError(
-                "no input has this name", where="consumes=", got=repr(given), wanted=", ".join([*names, INCOMING])
-            )
-        consumed |= chosen
-    return frozenset(consumed)
-
-
-def _choose_gradients(paths_and_leaves: Sequence[tuple[Sequence[Any], Any]], *, default: bool) -> list[bool]:
-    """Return for each leaf whether its gradient is computed: where no leaf requires one, `default` holds for inputs."""
-    any_requires_gradient = any(_has_gradient(leaf) for _, leaf in paths_and_leaves)
-    chosen = []
-    for path, leaf in paths_and_leaves:
-        # a module says itself which of its parameters have gradients
-        is_stated = any_requires_gradient or _is_of_module(path)
-        chosen.append(_has_gradient(leaf) if is_stated else default)
-    return chosen
-
-
-def _check_reference(module: torch.nn.Module, reference: Callable[..., Any] | None) -> None:
-    """Raise an error unless a module's reference is a module too, with parameters of the same names; None is fine."""
-    if reference is None:
-        return
-    if not isinstance(reference, torch.nn.Module):
-        raise UsageError(
-            "a module needs a module as its reference",
-            got=type(reference).__name__,
-            hint="or give functions that take the parameters among their inputs",
-        )
-    _check_parameters(module, reference)
-
-
-def _check_parameters(module: torch.nn.Module, reference: torch.nn.Module) -> None:
-    """Raise an error unless both have parameters of the same names: the reference computes with the module's."""
-    names = {name for name, _ in module.named_parameters()}
-    of_reference = {name for name, _ in reference.named_parameters()}
-    if names == of_reference:
-        return
-    raise UsageError(
-        "the reference has parameters of other names than the module",
-        where="reference=",
-        got=", ".join(sorted(of_reference - names)) or "no others",
-        wanted=", ".join(sorted(names - of_reference)) or "no others",
-        hint="or give functions that take the parameters among their inputs",
-    )
-
-
-def _noting(decisions: list[Decision], *, gradient: bool) -> DecisionMode:
-    """Return a mode that appends every decision, with copies of its tensors on the CPU, to a list."""
-
-    def watch(decision: Decision) -> None:
-        copies = {name: getattr(decision, name).to("cpu", copy=True) for name in ("operand", "decided")}
-        decisions.append(replace(decision, **copies))
-
-    return DecisionMode(watch, gradient=gradient)
-
-
-def _forcing(decisions: Sequence[Decision]) -> AbstractContextManager[Any]:
-    """Return a mode in which the first decisions have these outcomes."""
-    if not decisions:
-        return nullcontext()
-    wanted = iter(decisions)
-
-    def watch(decision: Decision) -> torch.Tensor | None:
-        forced = next(wanted, None)
-        is_alike = forced is not None and forced.name == decision.name
-        if forced is None or not is_alike or forced.decided.shape != decision.decided.shape:
-            return None
-        return None if torch.equal(forced.decided, decision.decided) else forced.decided
-
-    return DecisionMode(watch, gradient=True)
-
-
-@contextmanager
-def _eagerly() -> Iterator[None]:
-    """Run compiled functions as they were written, and leave no weights that autocast rounded in its cache."""
-    torch.clear_autocast_cache()
-    with ExitStack() as stack:
-        if "torch._dynamo" in sys.modules:
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
-        yield
-    torch.clear_autocast_cache()
-
-
-@contextmanager
-def _needed(how: str) -> Iterator[None]:
-    """Raise any error of the reference as a user's: without the reference there is nothing to compare with."""
-    try:
-        yield
-    except Exception as error:  # of any function
-        raise UsageError(
-            f"the reference cannot be computed {how}",
-            got=first_line(error),
-            hint="reference= takes a function of torch's operations, with the same inputs on the CPU",
-        ) from error
-
-
-def _is_of_module(path: Sequence[Any]) -> bool:
-    """Report whether a path into `(inputs, state)` leads to a tensor of the module."""
-    return bool(path[0].idx == 1)
-
-
-def _leaf_name(path: Sequence[Any]) -> str:
-    """Return the name of a leaf by its path: `input 0['x']`, or the name of a module's parameter or buffer."""
-    if _is_of_module(path):
-        return str(path[1].key)
-    return f"input {path[1].idx}{keystr(tuple(path[2:]))}"
-
-
-def _round_leaf(leaf: Any, dtype: torch.dtype | None) -> Any:
-    """Return a floating-point tensor rounded to a dtype, a complex one to complex64; anything else as it is."""
-    if dtype is None or not isinstance(leaf, torch.Tensor):
-        return leaf
-    if leaf.is_complex():
-        dtype = torch.complex64
-    elif not leaf.is_floating_point():
-        return leaf
-    return leaf if leaf.dtype == dtype else _laid_out(leaf.detach(), dtype=dtype)
-
-
-def _copied(value: Any, *, keeps_graph: bool = False) -> Any:
-    """Copy a tensor with its layout in memory; a new leaf of autograd unless the copy `keeps_graph`."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    if keeps_graph:
-        return _laid_out(value)
-    return _laid_out(value.detach()).requires_grad_(value.requires_grad)
-
-
-def _laid_out(
-    tensor: torch.Tensor, *, dtype: torch.dtype | None = None, device: torch.device | None = None
-) -> torch.Tensor:
-    """Copy a tensor with its strides and its offset in memory, which a kernel may depend on.
-
-    A tensor with several elements in one place, as `expand` makes, is copied as torch does it.
-    """
-    dtype, device = dtype or tensor.dtype, device or tensor.device
-    if tensor.layout is not torch.strided or 0 in tensor.stride():
-        return tensor.to(device, dtype, copy=True)
-    shape, strides, offset = tensor.shape, tensor.stride(), tensor.storage_offset()
-    if not offset or not tensor.numel():
-        return torch.empty_strided(shape, strides, dtype=dtype, device=device).copy_(tensor)
-    if offset >= _OFFSETS:
-        offset = _OFFSETS + offset % _OFFSETS
-    last = offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-    memory = torch.empty(last + 1, dtype=dtype, device=device).untyped_storage()
-    # not a view of the memory, which autograd would follow when the function writes to it
-    return torch.empty(0, dtype=dtype, device=device).set_(memory, offset, shape, strides).copy_(tensor)
-
-
-def _is_unchanged(before: Any, after: Any, *, by_torch: bool) -> bool:
-    """Report whether a call left an input as it was, where NaN counts as the same as NaN.
-
-    Torch counts what it writes, but not the statistics of a batch, which are small. Kernels count nothing.
-    """
-    if not isinstance(after, torch.Tensor) or after.layout is not torch.strided:
-        return True
-    if by_torch and after.numel() >= _LARGE and after._version <= _WRITES_OF_A_COPY:
-        return True
-    with _disable_current_modes(), torch.no_grad():
-        return are_equal(before, after)
-
-
-def are_equal(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Report whether two tensors of one shape are equal, where NaN is equal to NaN."""
-    if first.dtype == torch.complex32:  # which torch does not compare
-        first, second = torch.view_as_real(first), torch.view_as_real(second)
-    # most are equal, and to find NaN takes longer
-    return torch.equal(first, second) or bool(((first == second) | ((first != first) & (second != second))).all())
-
-
-def _has_gradient(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.requires_grad
-
-
-def _finished(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy of a result: on the CPU, dense, without a graph."""
-    tensor = tensor.detach()
-    dense = tensor if tensor.layout is torch.strided else tensor.to_dense()
-    return dense.cpu().clone()
+    computed: Computed = {}
+    for name, (before, after) in unchanged.items():
+        may_be_changed = after._version != versions[name] or not by_torch
+        if may_be_changed and not is_unchanged(before, after, by_torch=False):
+            computed[name + AFTER_BACKWARD] = finished(after)
+    return computed

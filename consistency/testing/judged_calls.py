@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from consistency.numerics.rounding_noise import NORM_GRADIENTS
+from consistency.testing.call_inputs import are_equal
 from consistency.testing.calls import (
     AFTER_BACKWARD,
     AFTER_CALL,
@@ -17,7 +18,6 @@ from consistency.testing.calls import (
     Computed,
     FunctionCall,
     FunctionRun,
-    are_equal,
 )
 from consistency.testing.options import Allow
 from consistency.testing.passes import NoisyPasses, noise_of

@@ -11,7 +11,7 @@ import torch
 from consistency.devices.products import Products
 from consistency.errors import UsageError
 from consistency.numerics.precision import Precision
-from consistency.testing.calls import TESTED
+from consistency.testing.call_inputs import TESTED
 
 Choice = Literal["fail", "skip", "pass"]
 """Outcome of a test that is inconclusive."""
