@@ -15,7 +15,7 @@ from consistency.capture.wording import layers_text
 from consistency.extras.merging.check_merged.adapter import LowRankTarget
 from consistency.extras.merging.check_merged.causes import MergeCause
 from consistency.extras.merging.check_merged.levels import base_levels
-from consistency.extras.merging.check_merged.orders import MergeWriter
+from consistency.extras.merging.check_merged.merge_writer import MergeWriter
 from consistency.extras.merging.check_merged.question import MergeQuestion
 from consistency.extras.merging.check_merged.state import MergedFolder, TensorState
 from consistency.worker.model.saved_adapter.config_fit import targeted

@@ -16,7 +16,7 @@ from consistency.extras.merging.check_merged.adapter import LowRankTarget
 from consistency.extras.merging.check_merged.causes import MergeCause
 from consistency.extras.merging.check_merged.layouts import named_orders
 from consistency.extras.merging.check_merged.levels import base_levels, levels_after
-from consistency.extras.merging.check_merged.orders import judge, part_beyond_all
+from consistency.extras.merging.check_merged.outside import judge, part_beyond_all
 from consistency.extras.merging.check_merged.question import FEW, Candidate, MergeQuestion, is_fit, is_near
 from consistency.extras.merging.check_merged.rest import name_rest
 from consistency.extras.merging.check_merged.rows import by_expert, by_rows

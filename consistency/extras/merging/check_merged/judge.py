@@ -20,21 +20,17 @@ from consistency.extras.merging.check_merged.adapter import (
 from consistency.extras.merging.check_merged.by_method import judge_by_method, other_scaling
 from consistency.extras.merging.check_merged.causes import MergeCause
 from consistency.extras.merging.check_merged.difference import difference
+from consistency.extras.merging.check_merged.effect import Effect
 from consistency.extras.merging.check_merged.explain import Explainer
 from consistency.extras.merging.check_merged.folder import Folder, Stored
+from consistency.extras.merging.check_merged.merge_writer import MergeWriter
 from consistency.extras.merging.check_merged.non_finite import (
     NonFiniteElements,
     is_target_finite,
     non_finite_elements,
 )
-from consistency.extras.merging.check_merged.orders import (
-    Effect,
-    MergeWriter,
-    Order,
-    OutsideElements,
-    half_of,
-    same_bits,
-)
+from consistency.extras.merging.check_merged.orders import Order
+from consistency.extras.merging.check_merged.outside import OutsideElements, half_of, same_bits
 from consistency.extras.merging.check_merged.question import Heads, MergeQuestion
 from consistency.extras.merging.check_merged.rest import measured
 from consistency.extras.merging.check_merged.state import MergedFolder, TensorState

@@ -11,7 +11,8 @@ import torch
 
 from consistency.extras.merging.check_merged.adapter import LowRankTarget
 from consistency.extras.merging.check_merged.causes import MergeCause
-from consistency.extras.merging.check_merged.orders import LowRankSum, MergeWriter
+from consistency.extras.merging.check_merged.merge_writer import MergeWriter
+from consistency.extras.merging.check_merged.orders import LowRankSum
 
 SAMPLE = 64
 """Rows, and matrices of a stack, that a fit is made of."""

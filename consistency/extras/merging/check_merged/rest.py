@@ -15,7 +15,8 @@ import torch
 
 from consistency.extras.merging.check_merged.causes import MergeCause
 from consistency.extras.merging.check_merged.difference import noise_norm
-from consistency.extras.merging.check_merged.orders import LowRankSum, unlike_one_rounding
+from consistency.extras.merging.check_merged.orders import LowRankSum
+from consistency.extras.merging.check_merged.outside import unlike_one_rounding
 from consistency.extras.merging.check_merged.question import FEW, MergeQuestion
 from consistency.numerics.dtype import UNIT_ROUNDOFF
 from consistency.numerics.typed import HALF_TYPES

@@ -8,9 +8,11 @@ from dataclasses import replace
 import torch
 
 from consistency.capture.wording import and_more
+from consistency.extras.merging.check_merged.base_rows import like_base, rows_of_base
 from consistency.extras.merging.check_merged.causes import MergeCause
 from consistency.extras.merging.check_merged.layouts import parts_of
-from consistency.extras.merging.check_merged.orders import LowRankSum, judge, like_base, rows_of_base
+from consistency.extras.merging.check_merged.orders import LowRankSum
+from consistency.extras.merging.check_merged.outside import judge
 from consistency.extras.merging.check_merged.question import SAMPLE, MergeQuestion
 from consistency.numerics.typed import HALF_TYPES
 

@@ -13,9 +13,10 @@ from consistency.comparison.result import Finding
 from consistency.extras.merging.check_merged.adapter import LowRankTarget, Target
 from consistency.extras.merging.check_merged.causes import MergeCause
 from consistency.extras.merging.check_merged.difference import Difference
+from consistency.extras.merging.check_merged.effect import Effect
 from consistency.extras.merging.check_merged.explain import Explanations
 from consistency.extras.merging.check_merged.folder import Problem, Severity, Stored
-from consistency.extras.merging.check_merged.orders import Effect, Order
+from consistency.extras.merging.check_merged.orders import Order
 from consistency.numerics.dtype import name_of
 
 Status = Literal["equal", "within", "outside", "missing", "unexpected", "skipped"]

@@ -16,16 +16,8 @@ import torch
 
 from consistency.errors import InputError
 from consistency.extras.merging.check_merged.adapter import Adapter, LowRankTarget, Replaced, Target
-from consistency.extras.merging.check_merged.orders import (
-    LowRankSum,
-    Order,
-    OutsideElements,
-    blocks,
-    delta_ends,
-    orders,
-    rounded,
-    stored_ends,
-)
+from consistency.extras.merging.check_merged.orders import LowRankSum, Order, delta_ends, orders, rounded, stored_ends
+from consistency.extras.merging.check_merged.outside import OutsideElements, blocks
 
 _TRIED = 64
 """Rows of a matrix, evenly taken, on which a way to merge is tried before all of them are read."""

@@ -10,18 +10,10 @@ import pytest
 import torch
 
 from consistency.extras.merging.check_merged.causes import MergeCause
-from consistency.extras.merging.check_merged.orders import (
-    Effect,
-    LowRankSum,
-    MergeWriter,
-    Order,
-    _Product,
-    _Telling,
-    judge,
-    orders,
-    part_beyond_all,
-    stored_ends,
-)
+from consistency.extras.merging.check_merged.effect import Effect
+from consistency.extras.merging.check_merged.merge_writer import MergeWriter, _Telling
+from consistency.extras.merging.check_merged.orders import LowRankSum, Order, RoundedProduct, orders, stored_ends
+from consistency.extras.merging.check_merged.outside import judge, part_beyond_all
 from tests.extras.merging.check_merged.made_merges import checked, kinds, llama, random
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -217,7 +209,7 @@ def test_no_order_is_beyond_all_orders(
             twice = between is not None
             if twice and order.change is not None:
                 continue  # nobody writes the difference of a second merge
-            product = _Product(LowRankSum(w, b, a, 1.7), replace(order, between=between))
+            product = RoundedProduct(LowRankSum(w, b, a, 1.7), replace(order, between=between))
             ends = product.ends(slice(0, len(w)))
             for values in (product.once(slice(0, len(w)), torch.empty(w.shape)), *ends, *ends.float()):
                 beyond = part_beyond_all(values.to(stored), LowRankSum(w, b, a, 1.7), is_twice=twice)
@@ -244,11 +236,11 @@ def test_elements_refuse_an_order_as_it_refuses_them_alone(dtype: torch.dtype) -
     known = orders(dtype, dtype, F32)
     known += [replace(order, between=dtype) for order in known if order.change is None]
     for order in known[:: max(1, len(known) // 12)]:
-        values = _Product(whole, order).ends_at(row, column)[0].to(dtype)
+        values = RoundedProduct(whole, order).ends_at(row, column)[0].to(dtype)
         refused = _Telling(values, whole.pairs(row, column)).refused(known)
         assert order not in refused
         for other in known:
-            low, high = stored_ends(_Product(whole, other).ends_at(row, column), dtype)
+            low, high = stored_ends(RoundedProduct(whole, other).ends_at(row, column), dtype)
             assert (other in refused) == bool(((values < low) | (values > high)).any()), other
 
 
