@@ -1,4 +1,4 @@
-"""Check a saved adapter by its file and its config, and by the names and shapes of a base. No torch here.
+"""Check a saved adapter by its file and its config, and by the names and shapes of a base. No torch at import.
 
 Loading is asked too where it computes something: an adapter that draws at random when it is loaded is another one each
 time, which takes base and PEFT to see.
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from consistency.capture.adapter_remarks import AdapterFlaw, AdapterRemark
-from consistency.capture.wording import counted, layers_text, some
+from consistency.capture.wording import counted, layers_text, size, some
 from consistency.case import recognition
 from consistency.case.adapter_fit import check_files, read_adapter
 from consistency.case.case import Case
@@ -23,6 +23,7 @@ from consistency.case.other_trainers import adapter_of_another_trainer
 from consistency.errors import InputError
 from consistency.extras.merging.check_adapter.against import Relation, relation
 from consistency.extras.merging.diff.mapped import StoredTensor, open_weights
+from consistency.worker.memory.host_memory import available_bytes
 from consistency.worker.model.saved_adapter import config_fit
 from consistency.worker.model.saved_adapter.contents import RawTensor, TensorContents, by_layer, read_contents
 from consistency.worker.model.saved_adapter.remarks import remarks_on_config, remarks_on_values
@@ -119,6 +120,8 @@ def check(case: Case, against: Path | None) -> SavedAdapter:
     if case.base:
         found.is_base_read = True
         _hold_against_base(found, case)
+    if found.computes:
+        _ask_two_loads(found, case)
     return found
 
 
@@ -166,6 +169,33 @@ def _hold_against_base(found: SavedAdapter, case: Case) -> None:
         )
     if found.config.get("bias") in ("all", "lora_only"):
         _look_for_biases(found, set(weights.tensors))
+
+
+def _ask_two_loads(found: SavedAdapter, case: Case) -> None:
+    """Add whether loading draws at random, by two loads on the CPU, or why they were not made."""
+    if not case.base:
+        found.computes += "; with --base it is seen whether that draws at random"
+        return
+    size_of_base = sum(file.stat().st_size for file in _weight_files(case))
+    free = available_bytes()
+    if free is not None and 2 * size_of_base > free:
+        found.computes += f"; two loads of a base of {size(size_of_base)} did not fit into {size(free)}"
+        return
+    from consistency.worker.model.drawn_on_loading import remark_on_draws
+
+    try:
+        drawn = remark_on_draws(case)
+    except InputError as error:
+        found.computes += f"; whether that draws at random is not known, as they do not load: {error.what}"
+        return
+    if drawn is None:
+        found.computes += "; two loads under two seeds were the same"
+    else:
+        found.remarks.append(drawn)
+
+
+def _weight_files(case: Case) -> Sequence[Path]:
+    return read_model_weights(Path(case.base), allow_pickle=case.allow_pickle).files
 
 
 def _look_for_biases(found: SavedAdapter, names: set[str]) -> None:

@@ -219,7 +219,25 @@ def test_biases_that_were_trained_and_not_saved_are_missed(tmp_path: Path) -> No
 
 def test_an_adapter_that_is_computed_on_loading_is_said_to_be(adapter: Path, tmp_path: Path) -> None:
     comparison = check_adapter(changed(tmp_path / "changed", adapter, init_lora_weights="pissa_niter_4"))
-    assert "PEFT computes factors from the base" in said(comparison)["computed-on-loading"]
+    message = said(comparison)["computed-on-loading"]
+    assert "PEFT computes factors from the base" in message
+    assert message.endswith("with --base it is seen whether that draws at random")
+
+
+@pytest.mark.parametrize(("way", "draws"), [("pissa_niter_1", True), ("pissa", False)])
+def test_two_loads_tell_whether_loading_draws(base: Path, adapter: Path, tmp_path: Path, way: str, draws: bool) -> None:
+    comparison = check_adapter(changed(tmp_path / "changed", adapter, init_lora_weights=way), base=base)
+    assert ("drawn-on-loading" in said(comparison)) == draws
+    assert ("two loads under two seeds were the same" in said(comparison)["computed-on-loading"]) != draws
+
+
+def test_a_base_that_does_not_fit_twice_is_not_loaded(
+    base: Path, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("consistency.extras.merging.check_adapter.check.available_bytes", lambda: 1000)
+    comparison = check_adapter(changed(tmp_path / "changed", adapter, init_lora_weights="pissa_niter_1"), base=base)
+    assert "did not fit into" in said(comparison)["computed-on-loading"]
+    assert "drawn-on-loading" not in said(comparison)
 
 
 # --- another checkpoint, other trainers -------------------------------------------------------------------------------
