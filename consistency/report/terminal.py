@@ -14,6 +14,7 @@ from rich.text import Text
 from consistency import plugins
 from consistency.capture.wording import and_more, counted, size, some
 from consistency.case import standard
+from consistency.comparison import kinds
 from consistency.comparison.findings.host import MOST_ADVICE, about, advise
 from consistency.comparison.outcomes import worst_of
 from consistency.comparison.result import BAD, Comparison, Finding, Outcome, TensorComparison
@@ -26,6 +27,7 @@ from consistency.report.documents import comparison_document, document_of, secon
 from consistency.report.findings import is_command
 from consistency.report.formats import View
 from consistency.report.marks import style_of
+from consistency.report.runs import REPORT
 from consistency.report.summarize import with_load_path
 from consistency.report.summary import CellText, Row, class_text
 from consistency.text import one_line
@@ -353,8 +355,14 @@ def print_weights(
             titles = ("tensor", "shape", "dtype", "", "differ", "largest", "ulp")
             write.table(titles, map(_file_cells, shown[:limit]), left_out=len(shown) - limit)
         write.notes(findings)
-        if folder is not None:
+        if folder is not None and not _lacks_report(comparison):
             write.line(f"report: {folder}")
+
+
+def _lacks_report(comparison: Comparison) -> bool:
+    """Return whether the report itself could not be written."""
+    unwritten = (finding.message for finding in comparison.findings if finding.kind == kinds.UNWRITTEN)
+    return any(message.startswith(f"{REPORT}:") for message in unwritten)
 
 
 def _one_line_texts(finding: Finding) -> Finding:

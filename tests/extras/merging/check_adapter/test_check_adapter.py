@@ -240,6 +240,21 @@ def test_a_base_that_does_not_fit_twice_is_not_loaded(
     assert "drawn-on-loading" not in said(comparison)
 
 
+def test_a_report_that_is_not_written_is_not_said_to_be(
+    adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A folder of the report's name is in its place; the verdict stays."""
+    out = tmp_path / "out"
+    assert main(["check-adapter", str(adapter), "--out", str(out)]) == 0
+    assert f"report: {out}" in capsys.readouterr().out
+    (out / "report.json").unlink()
+    (out / "report.json").mkdir()
+    assert main(["check-adapter", str(adapter), "--out", str(out), "--force"]) == 0
+    printed = capsys.readouterr().out
+    assert "report.json: cannot" in printed
+    assert "report: " not in printed
+
+
 # --- another checkpoint, other trainers -------------------------------------------------------------------------------
 
 
