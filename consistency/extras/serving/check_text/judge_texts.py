@@ -37,7 +37,12 @@ from consistency.extras.serving.check_text.arithmetic import EngineArithmetic
 from consistency.extras.serving.check_text.explaining import with_causes, with_what_is_not_told
 from consistency.extras.serving.check_text.judged_text import Step
 from consistency.extras.serving.check_text.judging import Judging, Run, dtype_of
-from consistency.extras.serving.check_text.log_probabilities import with_processing, with_summary, with_surprise
+from consistency.extras.serving.check_text.log_probabilities import (
+    processing_of_sample,
+    with_processing,
+    with_summary,
+    with_surprise,
+)
 from consistency.extras.serving.check_text.options import NOTHING_STATED, TextOptions, stated_arithmetic
 from consistency.extras.serving.check_text.report import TextReport
 from consistency.extras.serving.check_text.sampling import Sampling
@@ -172,7 +177,9 @@ def _checked(run: Run, texts: Sequence[Text], where: str) -> TextReport:
         with model_code(run.model):
             arithmetic = stated_arithmetic(run.options, dtype_of(run.model))
             judging = Judging(run=run, texts=texts, tokens=tokens_of_texts, arithmetic=arithmetic)
-            judging.judge()
+            judging.judge_sample()
+            judging.processing = processing_of_sample(judging)
+            judging.judge_rest()
             return _report(judging)
     except Skip as why:
         raise InputError("the model does not run on these texts", where=where, got=str(why)) from why

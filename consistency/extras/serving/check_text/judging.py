@@ -78,6 +78,10 @@ class Judging:
         How the writer computes, as it is stated or was found.
     room : Room
         Room for the logits of texts that are judged in float64, which explanations ask for again.
+    processing : Processing or None
+        How the log probabilities of the sample were taken, where that was found: the others' are computed so too.
+    sought_in_vain : tuple of int
+        Texts whose log probabilities no such way explains.
     is_found : bool
         That it computes so was found here, and is not looked for again.
     """
@@ -92,16 +96,27 @@ class Judging:
     arithmetic: EngineArithmetic = OWN
     is_found: bool = False
     room: Room = field(default_factory=lambda: Room(_KEPT_BYTES))
+    processing: Processing | None = None
+    sought_in_vain: tuple[int, ...] = ()
     screen: Screen = field(init=False)
 
     def judge(self) -> None:
         """Judge a sample of the texts in float64, screen the others, and judge those in float64 that stand out."""
+        self.judge_sample()
+        self.judge_rest()
+
+    def judge_sample(self) -> None:
+        """Judge texts in float64 that are spread over all."""
         count = len(self.texts)
         evenly = {round(number * (count - 1) / max(1, SAMPLE - 1)) for number in range(SAMPLE)}
         self.sample = sorted(number for number in evenly if number < count)
         for number in self.sample:
             self._judge_exactly(number)
         self.screen = Screen.of([self.exact[number] for number in self.sample])
+
+    def judge_rest(self) -> None:
+        """Screen all texts but those of the sample, and judge those in float64 that stand out."""
+        count = len(self.texts)
         has_logprobs = any(
             tokens.judged_logprobs is not None or tokens.judged_trainer_logprobs is not None for tokens in self.tokens
         )
@@ -111,7 +126,7 @@ class Judging:
             if number in self.plain:
                 continue
             self.step(number, "in the dtype")
-            self.plain[number] = plain_text(self.run.model, self.tokens[number])
+            self.plain[number] = plain_text(self.run.model, self.tokens[number], also_by=self.processing)
         self._find_writers()
         ratios = {number: self.screen.ratio(self.plain[number]) for number in rest}
         suspicious = [number for number in rest if not ratios[number] <= 1 and not self.is_of_another(number)]
@@ -124,7 +139,7 @@ class Judging:
         Once as many are wrong as causes are tried on, those that are far outside need no float64 to be wrong too.
         """
         judged = 0
-        wrong = sum(self._exact_result(number).is_unexplained for number in self.sample)
+        wrong = sum(self.exact_result(number).is_unexplained for number in self.sample)
         for number in suspicious:
             if judged == _MOST_SUSPICIOUS:
                 return
@@ -132,7 +147,7 @@ class Judging:
                 continue
             self._judge_exactly(number)
             judged += 1
-            wrong += self._exact_result(number).is_unexplained
+            wrong += self.exact_result(number).is_unexplained
 
     def step(self, number: int, name: str) -> None:
         """Announce the next step of a text."""
@@ -185,7 +200,7 @@ class Judging:
 
     def _result(self, number: int) -> TextResult:
         is_judged_exactly = number in self.exact and not self.is_of_another(number)
-        result = self._exact_result(number) if is_judged_exactly else self._screened_result(number)
+        result = self.exact_result(number) if is_judged_exactly else self._screened_result(number)
         text = self.texts[number]
         return msgspec.structs.replace(
             result,
@@ -202,7 +217,8 @@ class Judging:
             return self.exact[number].trainer_ratio
         return self.screen.trainer_ratio(self.plain[number])
 
-    def _exact_result(self, number: int) -> TextResult:
+    def exact_result(self, number: int) -> TextResult:
+        """Return the result of a text that is judged in float64."""
         text, sampling = self.exact[number], self.sampling(number)
         exact, allowed = text.exact, text.allowed_gaps
         is_largest = text.chosen == exact.largest

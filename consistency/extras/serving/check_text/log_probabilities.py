@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 
@@ -28,7 +29,7 @@ from consistency.extras.serving.check_text.processing import (
 )
 from consistency.extras.serving.check_text.report import TextReport, Verdict
 from consistency.extras.serving.check_text.sampling import Sampling
-from consistency.extras.serving.check_text.screening import plain_logits, plain_text
+from consistency.extras.serving.check_text.screening import PlainText, plain_logits, plain_text
 from consistency.extras.serving.check_text.summary import LogprobSummary
 
 _MOST_FITTED_TEXTS = 4
@@ -47,13 +48,31 @@ _LEAST_DRAWS = 100
 """Tokens from which on the mean of their likelihood is nearly that of a normal distribution."""
 
 
+def processing_of_sample(judging: Judging) -> Processing | None:
+    """Return how the log probabilities of all texts of the sample were taken, where one way explains them.
+
+    It is looked for before the other texts are computed, so that their pass is the only one.
+    """
+    sample = judging.sample
+    are_others = [judging.exact_result(number).has_other_logprobs for number in sample]
+    if len(sample) < 2 or not all(are_others) or any(judging.exact[number].decides for number in sample):
+        return None
+    for processing in _processings(judging, sample):
+        if _ratios_of_processing(judging, processing, sample[:MOST_EXPLAINED]) is not None:
+            # penalties change which tokens are likely, and not the log probabilities alone
+            return None if processing.sampling.penalizes else processing
+    judging.sought_in_vain = tuple(sample)
+    return None
+
+
 def with_processing(judging: Judging, report: TextReport) -> TextReport:
     """Name how log probabilities were taken that are not the model's, where one way explains all of them."""
     numbers = [number for number, result in enumerate(report.texts) if result.has_other_logprobs]
     exact = [number for number in numbers if number in judging.exact and not judging.exact[number].decides]
-    if not exact:
+    if not exact or tuple(exact) == judging.sought_in_vain:
         return report
-    for processing in _processings(judging, exact):
+    found = [] if judging.processing is None else [judging.processing]
+    for processing in itertools.chain(found, _processings(judging, exact)):
         ratios = _ratios_of_processing(judging, processing, exact[:MOST_EXPLAINED])
         if ratios is not None:
             return _as_processed(judging, report, processing, numbers, ratios)
@@ -132,9 +151,7 @@ def _as_processed(
     for number in numbers:
         result = results[number]
         if number not in ratios:
-            tokens = penalized_by(processing.sampling, judging.tokens[number])
-            plain = plain_text(judging.run.model, tokens, processing=processing)
-            ratios[number] = judging.screen.ratio(plain) / FAR_OUTSIDE
+            ratios[number] = judging.screen.ratio(_plain_by(judging, number, processing)) / FAR_OUTSIDE
         if not ratios[number] <= 1:
             continue
         verdict: Verdict = "sampled" if result.verdict == "undecided" else result.verdict
@@ -145,6 +162,17 @@ def _as_processed(
             judging.plain.pop(number, None)  # its differences from the model's own are none of rounding
         results[number] = result
     return msgspec.structs.replace(report, texts=tuple(results))
+
+
+def _plain_by(judging: Judging, number: int, processing: Processing) -> PlainText:
+    """Return a text in one pass in the dtype, with its log probabilities taken in a way."""
+    known = judging.plain[number].taken_by(processing) if number in judging.plain else None
+    if known is not None:
+        return known
+    tokens = penalized_by(processing.sampling, judging.tokens[number])
+    by_processing = plain_text(judging.run.model, tokens, also_by=processing).taken_by(processing)
+    assert by_processing is not None
+    return by_processing
 
 
 def with_summary(judging: Judging, report: TextReport) -> TextReport:

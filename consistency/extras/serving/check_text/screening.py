@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from consistency.extras.serving.check_text.judged_text import (
     inputs_of,
     logits_of,
 )
-from consistency.extras.serving.check_text.processing import MODEL, Logits, Processing
+from consistency.extras.serving.check_text.processing import Logits, Processing
 from consistency.extras.serving.check_text.texts import Tokens
 from consistency.extras.serving.inference.request import OUTPUT
 from consistency.worker.model import half_kernels
@@ -40,10 +40,23 @@ _LEAST_WEIGHT = 1e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlainText:
-    """A text in one pass of the model in its own dtype."""
+    """A text in one pass of the model in its own dtype.
+
+    Attributes
+    ----------
+    by_processing : dict
+        Log probabilities of the same pass that were taken in another way, `(tokens,)`.
+    """
 
     tokens: Tokens
     figures: TokenFigures
+    by_processing: Mapping[Processing, torch.Tensor] = field(default_factory=dict)
+
+    def taken_by(self, processing: Processing) -> PlainText | None:
+        """Return the text with its log probabilities taken in another way; None where these are not known."""
+        if processing not in self.by_processing:
+            return None
+        return replace(self, figures=replace(self.figures, logprobs=self.by_processing[processing]))
 
     @property
     def differences(self) -> torch.Tensor | None:
@@ -74,7 +87,7 @@ def plain_text(
     model: Any,
     tokens: Tokens,
     change: AbstractContextManager[Any] | None = None,
-    processing: Processing = MODEL,
+    also_by: Processing | None = None,
 ) -> PlainText:
     """Compute a text in one pass of the model in its own dtype.
 
@@ -82,14 +95,13 @@ def plain_text(
     ----------
     change : context manager, optional
         A change of the model, such as another adapter.
-    processing : Processing, optional
-        The way in which log probabilities are taken; the model's own by default.
+    also_by : Processing, optional
+        Another way in which log probabilities are taken, besides the model's own.
     """
     logits, chosen = plain_logits(model, tokens, change), chosen_ids(tokens)
     figures = TokenFigures.of(logits, chosen, end_ids(model))
-    if not processing.is_own:
-        figures = replace(figures, logprobs=processing.logprobs(logits, chosen)[:, 0])
-    return PlainText(tokens=tokens, figures=figures)
+    by_processing = {} if also_by is None else {also_by: also_by.logprobs(logits, chosen)[:, 0]}
+    return PlainText(tokens=tokens, figures=figures, by_processing=by_processing)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

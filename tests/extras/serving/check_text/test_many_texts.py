@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from unittest import mock
 
 import msgspec
 import peft
@@ -11,12 +12,14 @@ import pytest
 import torch
 
 from consistency.errors import InputError
+from consistency.extras.serving.check_text import screening
 from consistency.extras.serving.check_text.differences import differences_of
 from consistency.extras.serving.check_text.judge_texts import check_rollouts, check_text
 from consistency.extras.serving.check_text.judged_text import JudgedText
 from consistency.extras.serving.check_text.judging import SAMPLE
 from consistency.extras.serving.check_text.processing import Processing
 from consistency.extras.serving.check_text.sampling import Sampling
+from consistency.extras.serving.check_text.screening import plain_text
 from consistency.extras.serving.check_text.summary import LogprobSummary
 from consistency.extras.serving.check_text.texts import Text, encoded
 from consistency.extras.serving.engine_outputs.passes import Room
@@ -83,6 +86,21 @@ def test_logits_that_are_kept_say_what_those_say_that_are_computed_again(llama: 
     assert ratios[0] <= 1
     assert ratios[1] == pytest.approx(ratios[0], rel=1e-5)
     assert passes_with_noise == [6, 3]
+
+
+def test_texts_whose_log_probabilities_a_sampler_took_are_computed_once(llama: Path) -> None:
+    """The sample says how they were taken, before all others are computed."""
+    case = case_of(llama, on_llama(llama, LORA))
+    cooler = Processing(sampling=Sampling(temperature=0.7))
+    model = loaded(case)
+    texts = []
+    for text in texts_of(model, MANY, tokens=8, drawn=True):
+        plain = plain_text(model, encoded(text, None, "text"), also_by=cooler)
+        texts.append(msgspec.structs.replace(text, logprobs=plain.by_processing[cooler].tolist()))
+    with mock.patch.object(screening, "plain_logits", wraps=screening.plain_logits) as computed:
+        report = check_text(case, texts)
+    assert {result.logprobs_of for result in report.texts} == {"temperature 0.7"}
+    assert computed.call_count == len(texts)
 
 
 def test_what_adds_a_little_to_each_log_probability_is_off_as_a_whole(llama: Path) -> None:
