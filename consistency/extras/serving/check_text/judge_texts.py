@@ -98,7 +98,7 @@ def check_rollouts(
     """Check the log probabilities of rollouts against a model that is loaded, as a trainer has it, or against a case.
 
     The model is left as it is: a copy on the CPU is judged, in the dtype that its parameters have. A call takes memory
-    for the copy, and about three passes over the texts on the CPU's cores.
+    for the copy and up to 1 GB of logits, and about three passes over a hundred texts on the CPU's cores.
 
     Parameters
     ----------
