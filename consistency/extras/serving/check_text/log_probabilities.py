@@ -54,6 +54,8 @@ def processing_of_sample(judging: Judging) -> Processing | None:
     It is looked for before the other texts are computed, so that their pass is the only one.
     """
     sample = judging.sample
+    if judging.run.others:
+        return None  # which adapter wrote a text is told first: by the wrong one its log probabilities are others too
     are_others = [judging.exact_result(number).has_other_logprobs for number in sample]
     if len(sample) < 2 or not all(are_others) or any(judging.exact[number].decides for number in sample):
         return None
@@ -101,7 +103,7 @@ def _fitted_processings(judging: Judging, numbers: Sequence[int]) -> list[Proces
         logprobs = text.tokens.judged_logprobs
         assert logprobs is not None
         given = logprobs.isfinite().nonzero()[:, 0]
-        places = given[:: -(-len(given) * len(numbers) // _MOST_FITTED_TOKENS)]
+        places = given[:: max(1, math.ceil(len(given) * len(numbers) / _MOST_FITTED_TOKENS))]
         of_texts.append(text.logits().at(places))
         rows.append(tuple(value[places] for value in (text.chosen, logprobs, text.allowed_logprobs)))
     chosen, wanted, allowed = (torch.cat(values) for values in zip(*rows, strict=True))

@@ -190,3 +190,11 @@ def test_a_threshold_that_rules_nothing_out_is_not_told(threshold: float, mean_t
     figures = differences_of(torch.tensor([0.1, -0.1], dtype=torch.float64))
     summary = LogprobSummary(found=figures, healthy=figures, threshold=threshold, mean_threshold=mean_threshold)
     assert list(summary.lines("float32"))[-1].endswith(wanted)
+
+
+def test_log_probabilities_that_are_all_infinite_are_wrong_and_no_error(llama: Path) -> None:
+    case = case_of(llama, on_llama(llama, LORA))
+    texts = texts_of(loaded(case), PROMPTS[:3], drawn=True)
+    rubbish = [msgspec.structs.replace(text, logprobs=[-math.inf] * len(text.text)) for text in texts]
+    report = check_text(case, rubbish)
+    assert (report.exit_status, report.logprobs_verdict) == (1, "wrong")
