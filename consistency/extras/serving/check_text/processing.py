@@ -51,6 +51,10 @@ USUAL_SAMPLERS = (
 )
 """Samplers that are tried where rounding at each token is too large to tell the parameter."""
 
+_LEADING = 512
+"""Tokens that are sorted at first, the most likely ones: samplers seldom leave more, and to sort a whole vocabulary
+takes longer than to compute the token."""
+
 _MOST_RANKED = 128
 """Tokens by which samplers are compared."""
 
@@ -142,15 +146,17 @@ class Processing:
         wanted, allowed : torch.Tensor, optional
             `(tokens,)`: the log probabilities that came with the text, and what rounding may do to each.
         """
-        ranking = Ranking.of(logits.of(is_end_masked=self.is_end_masked), chosen, self.sampling.temperature)
+        of_logits = logits.of(is_end_masked=self.is_end_masked)
         slack = torch.zeros(len(chosen), dtype=torch.float64) if allowed is None else allowed
-        fewest, most = ranking.counts_left(self.sampling, slack)
-        counts = fewest
-        if wanted is not None:
-            counts = ranking.nearest_counts(wanted, fewest, most)
-        counts = counts.maximum(ranking.places + 1)
-        is_left = torch.arange(ranking.scores.shape[1])[None] < counts[:, None]
-        return torch.zeros_like(is_left).scatter(1, ranking.order, is_left)
+        kept = torch.zeros(of_logits.shape, dtype=torch.bool)
+        for bounded in self._bounded(of_logits, chosen, slack):
+            ranking, counts = bounded.ranking, bounded.fewest
+            if wanted is not None:
+                counts = ranking.nearest_counts(wanted[bounded.places], bounded.fewest, bounded.most)
+            counts = counts.maximum(ranking.places + 1)
+            is_left = torch.arange(ranking.scores.shape[1])[None] < counts[:, None]
+            kept[bounded.places] = kept[bounded.places].scatter(1, ranking.order, is_left)
+        return kept
 
     def places_outside(self, logits: Logits, chosen: torch.Tensor, slack: torch.Tensor) -> torch.Tensor:
         """Return the places of tokens that the sampler does not leave, whatever rounding does, in order.
@@ -160,11 +166,33 @@ class Processing:
         slack : torch.Tensor
             `(tokens,)`: what rounding may do to the gap between a token and the largest.
         """
-        ranking = Ranking.of(logits.of(is_end_masked=self.is_end_masked), chosen, self.sampling.temperature)
-        _, most = ranking.counts_left(self.sampling, slack / self.sampling.temperature)
-        last_left = ranking.scores.gather(1, most[:, None] - 1)[:, 0]
-        is_outside = ranking.chosen_scores < last_left - slack / self.sampling.temperature
-        return is_outside.nonzero()[:, 0]
+        slack = slack / self.sampling.temperature
+        outside = list[torch.Tensor]()
+        for bounded in self._bounded(logits.of(is_end_masked=self.is_end_masked), chosen, slack):
+            last_left = bounded.ranking.scores.gather(1, bounded.most[:, None] - 1)[:, 0]
+            is_outside = bounded.ranking.chosen_scores < last_left - slack[bounded.places]
+            outside.append(bounded.places[is_outside])
+        return torch.cat(outside).sort().values
+
+    def _bounded(self, logits: torch.Tensor, chosen: torch.Tensor, slack: torch.Tensor) -> Iterator[BoundedRanking]:
+        """Yield the ranking of all places, with the fewest and the most tokens that the sampler may leave there.
+
+        The places where these lie among the leading tokens come first, and the others, whose vocabulary is sorted as a
+        whole, after them.
+        """
+        temperature = self.sampling.temperature
+        leading = Ranking.of(logits, chosen, temperature, leading=max(_LEADING, self.sampling.top_k + 1))
+        fewest, most = leading.counts_left(self.sampling, slack)
+        is_known = most.maximum(leading.places + 1) < leading.scores.shape[1]
+        if leading.is_whole:
+            is_known = torch.ones_like(is_known)
+        known, others = is_known.nonzero()[:, 0], (~is_known).nonzero()[:, 0]
+        yield BoundedRanking(places=known, ranking=leading.rows(known), fewest=fewest[known], most=most[known])
+        if len(others) == 0:
+            return
+        whole = Ranking.of(logits[others], chosen[others], temperature)
+        fewest, most = whole.counts_left(self.sampling, slack[others])
+        yield BoundedRanking(places=others, ranking=whole, fewest=fewest, most=most)
 
 
 MODEL = Processing()
@@ -218,62 +246,104 @@ def _log(probability: float) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranking:
-    """The tokens of the vocabulary, most likely first, at each place of a text.
+    """The tokens of the vocabulary, most likely first, at each place of a text; all of them, or those that lead.
 
     Attributes
     ----------
     scores, order : torch.Tensor
-        `(tokens, vocabulary)`: logits over temperature in descending order, and the ids that they are of.
+        `(tokens, ranked)`: logits over temperature in descending order, and the ids that they are of.
     negated : torch.Tensor
         The scores with the other sign, in ascending order, in which a border is searched for.
     sums : torch.Tensor
-        `(tokens, vocabulary)`: the logarithm of the sum of the exponentials of the first of them.
+        `(tokens, ranked)`: the logarithm of the sum of the exponentials of the first of them.
+    sums_of_all : torch.Tensor
+        `(tokens, 1)`: the same of the whole vocabulary.
+    vocabulary : int
+        Tokens of the vocabulary.
     chosen_scores, places : torch.Tensor
-        `(tokens,)`: score of the token that was chosen, and its place in the order, from 0 on.
+        `(tokens,)`: score of the token that was chosen, and its place in the order, from 0 on; the number of ranked
+        tokens where it is none of them.
     """
 
     scores: torch.Tensor
     negated: torch.Tensor
     order: torch.Tensor
     sums: torch.Tensor
+    sums_of_all: torch.Tensor
+    vocabulary: int
     chosen_scores: torch.Tensor
     places: torch.Tensor
 
     @classmethod
-    def of(cls, logits: torch.Tensor, chosen: torch.Tensor, temperature: float) -> Ranking:
-        """Sort the logits of each place."""
-        scores, order = (logits / temperature).sort(stable=True, dim=-1, descending=True)
-        chosen_scores = (logits / temperature).gather(1, chosen[:, None])[:, 0]
-        places = (order == chosen[:, None]).to(torch.int8).argmax(-1)
+    def of(cls, logits: torch.Tensor, chosen: torch.Tensor, temperature: float, leading: int | None = None) -> Ranking:
+        """Sort the logits of each place.
+
+        Parameters
+        ----------
+        leading : int, optional
+            How many of the most likely tokens are ranked; all by default.
+        """
+        scaled = logits / temperature
+        vocabulary = scaled.shape[1]
+        if leading is None or leading >= vocabulary:
+            scores, order = scaled.sort(stable=True, dim=-1, descending=True)
+            sums = scores.logcumsumexp(-1)
+            sums_of_all = sums[:, -1:]
+        else:
+            scores, order = scaled.topk(leading, dim=-1)
+            sums = scores.logcumsumexp(-1)
+            sums_of_all = scaled.logsumexp(-1, keepdim=True)
+        is_chosen = order == chosen[:, None]
+        places = is_chosen.to(torch.int8).argmax(-1)
         return cls(
             scores=scores,
             negated=-scores,
             order=order,
-            sums=scores.logcumsumexp(-1),
-            chosen_scores=chosen_scores,
-            places=places,
+            sums=sums,
+            sums_of_all=sums_of_all,
+            vocabulary=vocabulary,
+            chosen_scores=scaled.gather(1, chosen[:, None])[:, 0],
+            places=torch.where(is_chosen.any(-1), places, order.shape[1]),
         )
 
+    @property
+    def is_whole(self) -> bool:
+        """Report whether all tokens of the vocabulary are ranked."""
+        return self.scores.shape[1] == self.vocabulary
+
     def at(self, temperature: float) -> Ranking:
-        """Return the same tokens with scores that are divided by a temperature, which leaves their order."""
+        """Return the same tokens with scores that are divided by a temperature, which leaves their order.
+
+        Raises
+        ------
+        ValueError
+            If not all tokens are ranked: what the others add to the sums is then not known.
+        """
         if temperature == 1:
             return self
+        if not self.is_whole:
+            message = "the sums of a ranking of leading tokens are known at its own temperature alone"
+            raise ValueError(message)
         scores = self.scores / temperature
+        sums = scores.logcumsumexp(-1)
         return replace_fields(
             self,
             scores=scores,
             negated=-scores,
-            sums=scores.logcumsumexp(-1),
+            sums=sums,
+            sums_of_all=sums[:, -1:],
             chosen_scores=self.chosen_scores / temperature,
         )
 
     def rows(self, places: torch.Tensor) -> Ranking:
         """Return the ranking of some places of the text."""
-        return Ranking(
+        return replace_fields(
+            self,
             scores=self.scores[places],
             negated=self.negated[places],
             order=self.order[places],
             sums=self.sums[places],
+            sums_of_all=self.sums_of_all[places],
             chosen_scores=self.chosen_scores[places],
             places=self.places[places],
         )
@@ -281,12 +351,14 @@ class Ranking:
     def counts_left(self, sampling: Sampling, slack: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the fewest and the most tokens that a sampler may leave at each place, `(tokens,)` each.
 
+        Of a ranking of leading tokens, a number that is smaller than theirs is right, and any other says "at least".
+
         Parameters
         ----------
         slack : torch.Tensor
             `(tokens,)`: what rounding may do to a log probability: borders this near may lie on either side.
         """
-        size = self.scores.shape[1]
+        size = self.vocabulary
         fewest = torch.full((len(self.scores),), size)
         most = fewest.clone()
         if sampling.top_k:
@@ -316,7 +388,7 @@ class Ranking:
         if sampling.top_k:
             counts = counts.clamp_max(sampling.top_k)
         if sampling.top_p < 1:
-            whole = self.sums[:, sampling.top_k - 1 : sampling.top_k] if sampling.top_k else self.sums[:, -1:]
+            whole = self._sums_left(sampling.top_k)
             # of the tokens whose mass is below top-p, and one more
             counts = counts.minimum(torch.searchsorted(self.sums, whole + _log(sampling.top_p))[:, 0] + 1)
         if sampling.min_p > 0:
@@ -325,15 +397,21 @@ class Ranking:
         return counts.clamp(1, size)
 
     def masses(self, left: int = 0) -> torch.Tensor:
-        """Return the probability of each token and all before it together, `(tokens, vocabulary)`.
+        """Return the probability of each token and all before it together, `(tokens, ranked)`.
 
         Parameters
         ----------
         left : int
             Tokens that a top-k has left before, as all engines take it first; 0 for all.
         """
-        whole = self.sums[:, left - 1 : left] if left else self.sums[:, -1:]
-        return (self.sums - whole).exp()
+        return (self.sums - self._sums_left(left)).exp()
+
+    def _sums_left(self, left: int) -> torch.Tensor:
+        """Return the logarithm of the sum of the exponentials of the first so many tokens, 0 for all: `(tokens, 1)`."""
+        if left == 0:
+            return self.sums_of_all
+        last = min(left, self.vocabulary)
+        return self.sums[:, last - 1 : last]
 
     def logprobs(self, sampling: Sampling) -> torch.Tensor:
         """Return the log probability of each token that was chosen, of what a sampler leaves, `(tokens,)`."""
@@ -367,6 +445,24 @@ class Ranking:
         if bool((fewest > most).any()):
             return None
         return fewest, most
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BoundedRanking:
+    """The ranking of some places of a text, and how many tokens a sampler may leave at each.
+
+    Attributes
+    ----------
+    places : torch.Tensor
+        `(places,)`: which tokens of the text these are.
+    fewest, most : torch.Tensor
+        `(places,)`: the fewest and the most tokens that may be left, at least 1.
+    """
+
+    places: torch.Tensor
+    ranking: Ranking
+    fewest: torch.Tensor
+    most: torch.Tensor
 
 
 def processings_of(

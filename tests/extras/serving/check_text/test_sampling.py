@@ -4,6 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from consistency.errors import UsageError
 from consistency.extras.serving.check_text.command import sampling_of
@@ -112,3 +120,37 @@ def test_borders_are_found_by_search_as_by_counting(temperature: float) -> None:
         counted = ranking.counts_left(sampling, torch.zeros(40, dtype=torch.float64))[0].maximum(ranking.places + 1)
         expected = ranking.chosen_scores - ranking.sums.gather(1, counted[:, None] - 1)[:, 0]
         assert torch.equal(ranking.logprobs(sampling), expected), sampling
+
+
+@pytest.mark.parametrize(
+    ("sampling", "warpers"),
+    [
+        (Sampling(top_k=20), [TopKLogitsWarper(20)]),
+        (Sampling(top_k=900), [TopKLogitsWarper(900)]),
+        (Sampling(top_p=0.9), [TopPLogitsWarper(0.9)]),
+        (Sampling(min_p=0.05), [MinPLogitsWarper(0.05)]),
+        (
+            Sampling(temperature=0.7, top_k=700, top_p=0.95),
+            [TemperatureLogitsWarper(0.7), TopKLogitsWarper(700), TopPLogitsWarper(0.95)],
+        ),
+        # more tokens than there are: all are left
+        (Sampling(top_k=5000, top_p=0.9), [TopPLogitsWarper(0.9)]),
+    ],
+    ids=str,
+)
+def test_tokens_that_are_left_are_those_of_transformers(sampling: Sampling, warpers: list[LogitsProcessor]) -> None:
+    """Of a vocabulary that is larger than what is sorted at first: some places leave few tokens, others most."""
+    generator = torch.Generator().manual_seed(0)
+    sharpness = torch.linspace(0.1, 6.0, 60, dtype=torch.float64)[:, None]
+    own = torch.randn(60, 3000, generator=generator, dtype=torch.float64) * sharpness
+    warped = LogitsProcessorList(warpers)(torch.empty(60, 0), own.clone())
+    chosen = torch.multinomial(warped.softmax(-1), 1, generator=generator)[:, 0]
+    logits, processing = Logits(own=own, choosing=own, without_ends=own), Processing(sampling=sampling)
+    assert torch.equal(processing.kept(logits, chosen), warped.isfinite())
+    logprobs = warped.log_softmax(-1).gather(1, chosen[:, None])
+    torch.testing.assert_close(processing.logprobs(logits, chosen), logprobs)
+    least_likely = own.argmin(-1, keepdim=True)
+    is_left_out = warped.gather(1, least_likely)[:, 0].isinf()
+    outside = processing.places_outside(logits, least_likely[:, 0], torch.zeros(60))
+    assert torch.equal(outside, is_left_out.nonzero()[:, 0])
+    assert processing.places_outside(logits, chosen, torch.zeros(60)).tolist() == []
