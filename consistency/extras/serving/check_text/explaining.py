@@ -18,7 +18,7 @@ from consistency.extras.serving.check_text.alternatives import (
 from consistency.extras.serving.check_text.arithmetic import EngineArithmetic, engines_with, others_than
 from consistency.extras.serving.check_text.judged_text import JudgedText, TokenFigures
 from consistency.extras.serving.check_text.judging import MOST_EXPLAINED, SAMPLE, Judging, dtype_of
-from consistency.extras.serving.check_text.power import leaning_to, tokens_to_tell
+from consistency.extras.serving.check_text.power import can_lean, leaning_to, tokens_to_tell
 from consistency.extras.serving.check_text.report import TextReport, TextResult, Told
 from consistency.extras.serving.check_text.text_causes import TextCause
 
@@ -56,7 +56,7 @@ def with_causes(judging: Judging, report: TextReport, report_in: ReportIn) -> Te
     by_arithmetic = _explained_by_arithmetic(judging, report, wrong, report_in)
     if by_arithmetic is not None:
         return by_arithmetic
-    return msgspec.structs.replace(report, leaning=_leaning(judging))
+    return msgspec.structs.replace(report, leaning=_leaning(judging, _WithoutAdapter()))
 
 
 def _explained_by_arithmetic(
@@ -169,35 +169,54 @@ def _with_greedy_causes(judging: Judging, report: TextReport) -> TextReport:
     return _as_explained(report, causes, sampled, min(len(sampled), 2))
 
 
-def _leaning(judging: Judging) -> str:
-    """Return what the log probabilities lean to as a whole, of scalings of the adapter; empty where to nothing."""
-    if not judging.run.has_adapter:
-        return ""
-    differences, directions = [], []
-    for number in judging.distinct(list(judging.exact)):
-        text = judging.exact[number]
-        wanted = text.tokens.judged_logprobs
-        if wanted is None or text.decides or judging.is_of_another(number):
-            continue
-        is_given = wanted.isfinite()
-        without = figures_without_adapter(text)
-        differences.append((wanted - text.exact.logprobs)[is_given])
-        directions.append((without.logprobs - text.exact.logprobs)[is_given])
-    return leaning_to(differences, directions)
+class _WithoutAdapter:
+    """The exact figures of texts by the base alone, each computed once and as it is asked for."""
+
+    def __init__(self) -> None:
+        self._by_text: dict[int, tuple[JudgedText, TokenFigures]] = {}
+
+    def of(self, text: JudgedText) -> TokenFigures:
+        """Return the exact figures of a text by the base alone."""
+        if id(text) not in self._by_text:
+            # the text is kept with its figures, so that no other one can have its id
+            self._by_text[id(text)] = (text, figures_without_adapter(text))
+        return self._by_text[id(text)][1]
 
 
 def with_what_is_not_told(judging: Judging, report: TextReport) -> TextReport:
     """Say whether the base alone could have written all texts, and what they lean to."""
     if not judging.run.has_adapter or report.verdict != "consistent":
         return report
-    report = msgspec.structs.replace(report, leaning=_leaning(judging))
+    without = _WithoutAdapter()
+    report = msgspec.structs.replace(report, leaning=_leaning(judging, without))
     texts = [judging.exact[number] for number in judging.sample if not judging.is_of_another(number)]
-    without = [figures_without_adapter(text) for text in texts]
-    could_write = [_could_write(text, figures) for text, figures in zip(texts, without, strict=True)]
-    if not texts or not all(could_write):
+    # the first text that the base alone could not have written says that it did not write all
+    if not texts or not all(_could_write(text, without.of(text)) for text in texts):
         return report
-    told = Told(phrase="whether the adapter is on", tokens=tokens_to_tell(texts, without))
+    told = Told(phrase="whether the adapter is on", tokens=tokens_to_tell(texts, [without.of(text) for text in texts]))
     return msgspec.structs.replace(report, base_alone=True, told=(told,))
+
+
+def _leaning(judging: Judging, without: _WithoutAdapter) -> str:
+    """Return what the log probabilities lean to as a whole, of scalings of the adapter; empty where to nothing."""
+    if not judging.run.has_adapter:
+        return ""
+    texts, given, differences = list[JudgedText](), list[torch.Tensor](), list[torch.Tensor]()
+    for number in judging.distinct(list(judging.exact)):
+        text = judging.exact[number]
+        wanted = text.tokens.judged_logprobs
+        if wanted is None or text.decides or judging.is_of_another(number):
+            continue
+        texts.append(text)
+        given.append(wanted.isfinite())
+        differences.append((wanted - text.exact.logprobs)[wanted.isfinite()])
+    directions = list[torch.Tensor]()
+    for text, is_given in zip(texts, given, strict=True):
+        # each takes a pass in float64, and differences of float32 are too small to lean, whatever the others' say
+        if directions and not can_lean(differences, directions):
+            return ""
+        directions.append((without.of(text).logprobs - text.exact.logprobs)[is_given])
+    return leaning_to(differences, directions)
 
 
 def _as_explained(report: TextReport, causes: Causes, numbers: Sequence[int], tried: int) -> TextReport:

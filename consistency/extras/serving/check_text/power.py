@@ -122,6 +122,23 @@ def leaning_to(differences: Sequence[torch.Tensor], directions: Sequence[torch.T
     )
 
 
+def can_lean(differences: Sequence[torch.Tensor], directions: Sequence[torch.Tensor]) -> bool:
+    r"""Report whether log probabilities may lean to another scaling, by the directions of some of the texts alone.
+
+    The leaning of all is at most :math:`\lVert d \rVert / \lVert g \rVert` (Cauchy and Schwarz), with d all differences
+    and g all directions, and the norm of all directions is at least that of some.
+
+    Parameters
+    ----------
+    differences : sequence of torch.Tensor
+        As for `leaning_to`, of all texts.
+    directions : sequence of torch.Tensor
+        As for `leaning_to`, of the first texts.
+    """
+    of_differences, of_directions = (float(torch.cat(list(parts)).norm()) for parts in (differences, directions))
+    return not of_differences <= _LEAST_LEANING * of_directions
+
+
 def tokens_to_tell(texts: Sequence[JudgedText], others: Sequence[TokenFigures]) -> int | None:
     """Return how many tokens more would tell another model's texts from the right one's; None where it is not known.
 
