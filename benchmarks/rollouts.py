@@ -3,8 +3,8 @@
     OMP_NUM_THREADS=1 python -m benchmarks.rollouts BASE ADAPTER --dtype float32 --texts 40 --tokens 60
 
 Rollouts are written in one batch with a cache, as transformers does it; the texts are of this repository's docs. For
-each kind: the verdict, whether it is right, whether the mistake is named, and the processor time of the check over that
-of one pass of the model over all its texts.
+each kind of `rollout_kinds.py`: the verdict, whether it is right, whether the mistake is named, and the processor time
+of the check over that of one pass of the model over all its texts.
 """
 
 from __future__ import annotations
@@ -13,24 +13,15 @@ import argparse
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import PeftModel
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    LogitsProcessorList,
-    MinPLogitsWarper,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessorList
 
+from benchmarks.rollout_kinds import HEALTHY, KINDS, Kind
 from consistency.case.case import Case
 from consistency.case.named_adapters import NamedAdapter
 from consistency.extras.serving.check_text.judge_texts import check_text
@@ -42,134 +33,6 @@ _PROMPT = 24
 
 _CACHE = "cache" if release("transformers") >= (5, 24) else "past_key_values"
 """Name of the cache in what a model takes and returns."""
-
-_OFF_FROM = 10
-"""Token from which on the adapter is off, where an engine loses it."""
-
-Prompt = list[int]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Kind:
-    """A way to write rollouts.
-
-    Attributes
-    ----------
-    wanted : str
-        A part of what has to be said of them; empty for healthy ones.
-    is_drawn : bool
-        Tokens are drawn, and not the most likely ones.
-    processors : sequence
-        Change the logits that tokens are drawn from.
-    is_raw : bool
-        Log probabilities are the model's own, and not those after the processors.
-    has_logprobs : bool
-        Log probabilities are in the rollouts.
-    masks_end : bool
-        The end of the text is never written, and log probabilities are without it.
-    change : callable
-        What is wrong with the model while it computes the token of a place.
-    prompt : callable
-        What the writer made of a prompt.
-    """
-
-    wanted: str = ""
-    is_drawn: bool = True
-    processors: Sequence[Any] = ()
-    is_raw: bool = True
-    has_logprobs: bool = True
-    masks_end: bool = False
-    change: Callable[[Any, int], AbstractContextManager[Any]] = field(default=lambda _model, _place: nullcontext())
-    prompt: Callable[[Prompt], Prompt] = list
-
-
-@contextmanager
-def _scaled(model: Any, factor: float) -> Iterator[None]:
-    """Apply the adapter with another scaling."""
-    layers = [layer for layer in model.modules() if isinstance(getattr(layer, "scaling", None), dict)]
-    for layer in layers:
-        layer.scaling["default"] *= factor
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer.scaling["default"] /= factor
-
-
-@contextmanager
-def _other_rotary_base(model: Any) -> Iterator[None]:
-    """Compute rotary positions of base 10,000, which engines take where a config's own is not read."""
-    rotary = [module for module in model.modules() if isinstance(getattr(module, "inv_freq", None), torch.Tensor)]
-    kept = [module.inv_freq for module in rotary]
-    for module, frequencies in zip(rotary, kept, strict=True):
-        size = 2 * frequencies.numel()
-        module.inv_freq = 1.0 / 10_000.0 ** (torch.arange(0, size, 2).float() / size)
-    try:
-        yield
-    finally:
-        for module, frequencies in zip(rotary, kept, strict=True):
-            module.inv_freq = frequencies
-
-
-@contextmanager
-def _cache_in_eight_bits(model: Any) -> Iterator[None]:
-    """Round keys and values to float8_e4m3fn as they leave their projections."""
-
-    def rounded(_module: Any, _args: Any, output: torch.Tensor) -> torch.Tensor:
-        return output.to(torch.float8_e4m3fn).to(output.dtype)
-
-    # values are rounded here as they are kept; keys before their rotation, as an engine without a fused kernel does
-    names = ("k_proj", "v_proj")
-    handles = [module.register_forward_hook(rounded) for name, module in model.named_modules() if name.endswith(names)]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-@contextmanager
-def _earlier_step(model: Any) -> Iterator[None]:
-    model.set_adapter("earlier")
-    try:
-        yield
-    finally:
-        model.set_adapter("default")
-
-
-def _off_from(model: Any, place: int) -> AbstractContextManager[Any]:
-    return model.disable_adapter() if place >= _OFF_FROM else nullcontext()
-
-
-_QWEN = (TemperatureLogitsWarper(0.7), TopKLogitsWarper(20), TopPLogitsWarper(0.8))
-
-KINDS = {
-    "greedy": Kind(is_drawn=False),
-    "greedy, no log probabilities": Kind(is_drawn=False, has_logprobs=False),
-    "temperature 1": Kind(),
-    "temperature 0.7": Kind(processors=[TemperatureLogitsWarper(0.7)]),
-    "top-p 0.9": Kind(processors=[TopPLogitsWarper(0.9)]),
-    "after temperature 0.7": Kind(
-        processors=[TemperatureLogitsWarper(0.7)], is_raw=False, wanted="taken with temperature 0.7"
-    ),
-    "after top-k 20": Kind(processors=[TopKLogitsWarper(20)], is_raw=False, wanted="taken with top-k 20"),
-    "after top-p 0.9": Kind(processors=[TopPLogitsWarper(0.9)], is_raw=False, wanted="taken with top-p 0.9"),
-    "after min-p 0.05": Kind(processors=[MinPLogitsWarper(0.05)], is_raw=False, wanted="taken with min-p 0.05"),
-    "after three of them": Kind(
-        processors=_QWEN, is_raw=False, wanted="taken with temperature 0.7 and top-k 20 and top-p 0.8"
-    ),
-    "after a masked end": Kind(is_raw=False, masks_end=True, wanted="the end of the text masked"),
-    "base alone": Kind(change=lambda model, _: model.disable_adapter(), wanted="as the base alone"),
-    "adapter lost": Kind(change=_off_from, wanted=f"as the base alone from token {_OFF_FROM + 1} on"),
-    "earlier step": Kind(change=lambda model, _: _earlier_step(model), wanted="written by: earlier"),
-    "other rotary base": Kind(change=lambda model, _: _other_rotary_base(model), wanted="rotary positions"),
-    "scaling x 2": Kind(change=lambda model, _: _scaled(model, 2.0), wanted="twice"),
-    "scaling x 1.1": Kind(change=lambda model, _: _scaled(model, 1.1), wanted="scal"),
-    "cache in 8 bits": Kind(change=lambda model, _: _cache_in_eight_bits(model), wanted="float8"),
-    "prompt cut": Kind(prompt=lambda prompt: prompt[-8:], wanted="a part of the prompt"),
-    "begin token twice": Kind(prompt=lambda prompt: [prompt[0], *prompt], wanted="begin token"),
-}
-"""Healthy kinds first."""
 
 
 class RolloutWriter:
@@ -207,28 +70,31 @@ class RolloutWriter:
         ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
         mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
         processors, stream = LogitsProcessorList(kind.processors), torch.Generator().manual_seed(7)
-        new, cache, chosen, logprobs = ids, None, list[torch.Tensor](), list[torch.Tensor]()
+        new, written, cache, chosen, logprobs = ids, ids, None, list[torch.Tensor](), list[torch.Tensor]()
         for place in range(tokens):
-            positions = (mask.cumsum(-1) - 1).clamp_min(0)[:, -new.shape[1] :]
+            positions = (mask.cumsum(-1) - 1).clamp_min(0)[:, -new.shape[1] :] + (kind.gap if place else 0)
+            seen = kind.seen(mask, place)
             with kind.change(self.model, place):
                 output = self.model(
-                    input_ids=new, attention_mask=mask, position_ids=positions, use_cache=True, **{_CACHE: cache}
+                    input_ids=new, attention_mask=seen, position_ids=positions, use_cache=True, **{_CACHE: cache}
                 )
             logits, cache = output.logits[:, -1].float(), output[_CACHE]
             without_end = logits.clone()
             without_end[:, self.ends] = -torch.inf
-            processed = processors(ids, without_end if kind.masks_end else logits)
-            token = without_end.argmax(-1)
+            processed = processors(written, without_end if kind.masks_end else logits)
+            token = (processed if kind.processors else without_end).argmax(-1)
             if kind.is_drawn:
                 token = torch.multinomial(processed.softmax(-1), 1, generator=stream)[:, 0]
+            written = torch.cat([written, token[:, None]], 1)
             given = logits if kind.is_raw else processed
             chosen.append(token)
             logprobs.append(given.log_softmax(-1).gather(1, token[:, None])[:, 0])
             new, mask = token[:, None], torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1)
-        rows = zip(self.prompts, torch.stack(chosen, 1).tolist(), torch.stack(logprobs, 1).tolist(), strict=True)
+        given = kind.given(torch.stack(logprobs, 1))
+        rows = zip(self.prompts, torch.stack(chosen, 1).tolist(), given.tolist(), strict=True)
         return [self._text(prompt, *row, has_logprobs=kind.has_logprobs) for prompt, *row in rows]
 
-    def _text(self, prompt: Prompt, ids: list[int], logprobs: list[float], *, has_logprobs: bool) -> Text:
+    def _text(self, prompt: list[int], ids: list[int], logprobs: list[float], *, has_logprobs: bool) -> Text:
         """Return a rollout, up to its end."""
         ends = [ids.index(end) + 1 for end in self.ends if end in ids]
         length = min(ends, default=len(ids))
@@ -266,14 +132,14 @@ def main() -> None:
         kind = KINDS[name]
         texts = writer.write(kind, arguments.tokens)
         one_pass_s = writer.seconds_of_one_pass(texts)
-        given = Case(**{**_fields(case), "adapters": both}) if name == "earlier step" else case
+        given = Case(**{**_fields(case), "adapters": both}) if "earlier step" in name else case
         started = time.process_time()
         report = check_text(given, texts)
         ratio = (time.process_time() - started) / one_pass_s
         said = " ".join(line.strip() for line in report.lines())
         is_consistent = report.verdict == "consistent"
         # an earlier step that is named wrote its texts, and is no fault
-        is_right = is_consistent == (not kind.wanted or name == "earlier step")
+        is_right = is_consistent == (name in HEALTHY or name == "earlier step")
         is_named = ""
         if kind.wanted:
             is_named = "yes" if kind.wanted in said else "no"

@@ -333,14 +333,23 @@ class JudgedText:
             kept = processing.kept(logits, self.chosen, wanted, slack)
         exact = processing.logprobs(logits, self.chosen, kept)
         del logits
+        known = processing.transcription.is_known(len(wanted))
+        if not bool(known.any()):
+            return math.inf
+        wanted = torch.where(known, wanted, math.nan)
+        exact = exact.masked_fill(~known[:, None], 0.0)
+        rounding = processing.transcription.rounding(exact[:, 0]) + self.rounding_of_all
         # passes with noise take long, so what is far outside is told by the noise of the model's own log probabilities
-        widest = self.allowed_logprobs.max().expand(len(wanted)) / min(1.0, processing.sampling.temperature)
+        widest = self.allowed_logprobs.max() / min(1.0, processing.sampling.temperature) + rounding
         far = float(_ratios(wanted, exact[:, 0], _FAR * widest).max())
         if not far <= 1:
             return _FAR * far
-        read = functools.partial(processing.logprobs, chosen=self.chosen, kept=kept)
+
+        def read(noisy_logits: Logits) -> torch.Tensor:
+            return processing.logprobs(noisy_logits, self.chosen, kept).masked_fill(~known[:, None], 0.0)
+
         noisy = _noisy_figures(self.passes, tokens, read, len(self.noisy_logprobs), step, self.arithmetic)
-        allowed = _spread(noisy, exact).allowed(exact, torch.float32)[:, 0] + self.rounding_of_all
+        allowed = _spread(noisy, exact).allowed(exact, torch.float32)[:, 0] + rounding
         return float(_ratios(wanted, exact[:, 0], allowed).max())
 
 

@@ -18,6 +18,7 @@ from consistency.extras.serving.check_text.judging import FAR_OUTSIDE, MOST_EXPL
 from consistency.extras.serving.check_text.options import sampling_of_logprobs
 from consistency.extras.serving.check_text.penalties import USUAL_PENALTIES
 from consistency.extras.serving.check_text.processing import (
+    TRANSCRIBED,
     USUAL_SAMPLERS,
     USUAL_TEMPERATURES,
     Logits,
@@ -90,8 +91,17 @@ def _processings(judging: Judging, numbers: Sequence[int]) -> Iterator[Processin
         if after is not None and str(after):
             yield Processing(sampling=after)
             yield Processing(sampling=after, is_end_masked=True)
+    given = torch.cat([_given(judging, number) for number in numbers])
+    yield from (processing for processing in TRANSCRIBED if processing.transcription.may_be(given))
     yield from _fitted_processings(judging, numbers[:_MOST_FITTED_TEXTS])
     yield from _with_penalties(judging, numbers[:_MOST_FITTED_TEXTS])
+
+
+def _given(judging: Judging, number: int) -> torch.Tensor:
+    """Return the log probabilities that came with a text, `(tokens,)`."""
+    logprobs = judging.exact[number].tokens.judged_logprobs
+    assert logprobs is not None
+    return logprobs
 
 
 def _fitted_processings(judging: Judging, numbers: Sequence[int]) -> list[Processing]:
@@ -99,9 +109,7 @@ def _fitted_processings(judging: Judging, numbers: Sequence[int]) -> list[Proces
     of_texts: list[Logits] = []
     rows: list[tuple[torch.Tensor, ...]] = []
     for number in numbers:
-        text = judging.exact[number]
-        logprobs = text.tokens.judged_logprobs
-        assert logprobs is not None
+        text, logprobs = judging.exact[number], _given(judging, number)
         given = logprobs.isfinite().nonzero()[:, 0]
         places = given[:: max(1, math.ceil(len(given) * len(numbers) / _MOST_FITTED_TOKENS))]
         of_texts.append(text.logits().at(places))

@@ -25,6 +25,7 @@ import torch
 from msgspec.structs import replace
 
 from consistency.extras.serving.check_text.sampling import Sampling
+from consistency.extras.serving.check_text.transcription import Transcription
 
 MASKED_END = "the end of the text masked"
 
@@ -94,10 +95,13 @@ class Processing:
     ----------
     is_end_masked : bool
         The end of the text is ruled out wherever the text goes on.
+    transcription : Transcription
+        What became of them afterwards.
     """
 
     sampling: Sampling = Sampling()
     is_end_masked: bool = False
+    transcription: Transcription = Transcription.AS_THEY_ARE
 
     @property
     def name(self) -> str:
@@ -105,6 +109,8 @@ class Processing:
         named = [str(self.sampling)] if str(self.sampling) else []
         if self.is_end_masked:
             named.append(MASKED_END)
+        if self.transcription.value:
+            named.append(self.transcription.value)
         return " and ".join(named)
 
     @property
@@ -113,7 +119,7 @@ class Processing:
         return self == MODEL
 
     def logprobs(self, logits: Logits, chosen: torch.Tensor, kept: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the log probability of each token that was chosen, `(tokens, 1)`.
+        """Return the log probability of each token that was chosen, `(tokens, 1)`; NaN where it is not known.
 
         Parameters
         ----------
@@ -127,7 +133,7 @@ class Processing:
             kept = self.kept(logits, chosen)
         if kept is not None:
             scaled = scaled.masked_fill(~kept, -math.inf)
-        return scaled.log_softmax(-1).gather(1, chosen[:, None])
+        return self.transcription.of(scaled.log_softmax(-1).gather(1, chosen[:, None]))
 
     def kept(
         self,
@@ -197,6 +203,9 @@ class Processing:
 
 MODEL = Processing()
 """The model's own log probabilities."""
+
+TRANSCRIBED = tuple(Processing(transcription=each) for each in Transcription if each.value)
+"""The model's own log probabilities, written down otherwise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

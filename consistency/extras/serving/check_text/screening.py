@@ -30,6 +30,7 @@ from consistency.extras.serving.check_text.judged_text import (
 )
 from consistency.extras.serving.check_text.processing import Logits, Processing
 from consistency.extras.serving.check_text.texts import Tokens
+from consistency.extras.serving.check_text.transcription import Transcription
 from consistency.extras.serving.inference.request import OUTPUT
 from consistency.worker.model import half_kernels
 from consistency.worker.model.running import activations
@@ -46,17 +47,21 @@ class PlainText:
     ----------
     by_processing : dict
         Log probabilities of the same pass that were taken in another way, `(tokens,)`.
+    transcription : Transcription
+        What became of the log probabilities that came with the text.
     """
 
     tokens: Tokens
     figures: TokenFigures
     by_processing: Mapping[Processing, torch.Tensor] = field(default_factory=dict)
+    transcription: Transcription = Transcription.AS_THEY_ARE
 
     def taken_by(self, processing: Processing) -> PlainText | None:
         """Return the text with its log probabilities taken in another way; None where these are not known."""
         if processing not in self.by_processing:
             return None
-        return replace(self, figures=replace(self.figures, logprobs=self.by_processing[processing]))
+        figures = replace(self.figures, logprobs=self.by_processing[processing])
+        return replace(self, figures=figures, transcription=processing.transcription)
 
     @property
     def differences(self) -> torch.Tensor | None:
@@ -151,7 +156,9 @@ class Screen:
 
     def _ratios_of_differences(self, differences: torch.Tensor, plain: PlainText) -> torch.Tensor:
         of_all = plain.tokens.logprob_rounding + log_softmax_error(plain.figures.vocabulary)
-        allowed = 2 * self.logprob * plain.figures.weights + of_all
+        allowed = (
+            2 * self.logprob * plain.figures.weights + of_all + plain.transcription.rounding(plain.figures.logprobs)
+        )
         return differences.abs().nan_to_num(0.0, torch.inf, torch.inf) / allowed
 
     def trainer_ratio(self, plain: PlainText) -> float | None:
