@@ -59,6 +59,8 @@ class Kind:
         What the writer made of a prompt.
     seen : callable
         Which keys the token of a place sees, of those that it has to see: `(texts, keys)` each.
+    sees_padding : bool
+        Prompts are passed without a mask: their padding is read too.
     gap : int
         What is added to the positions of the text, and not to those of the prompt.
     given : callable
@@ -74,6 +76,7 @@ class Kind:
     change: Callable[[Any, int], AbstractContextManager[Any]] = field(default=lambda _model, _place: nullcontext())
     prompt: Callable[[Prompt], Prompt] = list
     seen: Callable[[torch.Tensor, int], torch.Tensor] = field(default=lambda mask, _place: mask)
+    sees_padding: bool = False
     gap: int = 0
     given: Callable[[torch.Tensor], torch.Tensor] = field(default=lambda logprobs: logprobs)
 
@@ -235,30 +238,36 @@ WRONG = {
     "prompt cut": Kind(prompt=lambda prompt: prompt[-8:], wanted="a part of the prompt"),
     "begin token twice": Kind(prompt=lambda prompt: [prompt[0], *prompt], wanted="begin token"),
     "prefix of the base": Kind(
-        change=lambda model, place: _without_adapter(model, holds=place == 0), wanted="the prompt as the base alone"
+        change=lambda model, place: _without_adapter(model, holds=place == 0), wanted="those of the base alone"
     ),
     "prefix of an earlier step": Kind(
         change=lambda model, place: _of_step(model, "default" if place else "earlier"),
-        wanted="the prompt by the adapter earlier",
+        wanted="those of the adapter earlier",
     ),
-    "half of an earlier step": Kind(change=lambda model, _: _half_of_earlier_step(model), wanted="earlier"),
-    "queries without adapter": Kind(change=lambda model, _: _scaled(model, 0.0, "q_proj"), wanted="q_proj"),
-    "one layer without adapter": Kind(change=lambda model, _: _scaled(model, 0.0, "layers.7."), wanted="layers.7"),
+    "half of an earlier step": Kind(
+        change=lambda model, _: _half_of_earlier_step(model), wanted="by the adapter earlier"
+    ),
+    "queries without adapter": Kind(
+        change=lambda model, _: _scaled(model, 0.0, "q_proj"), wanted="as if q_proj had no adapter"
+    ),
+    "one layer without adapter": Kind(
+        change=lambda model, _: _scaled(model, 0.0, "layers.7."), wanted="as if layer 7 had no adapter"
+    ),
     "draft not verified": Kind(
         is_drawn=False,
         change=lambda model, place: _without_adapter(model, holds=place % _DRAFT_EACH == _DRAFT_EACH - 1),
         wanted="single tokens",
     ),
-    "window of 32": Kind(seen=_last_keys, wanted="the last 32"),
-    "first keys lost": Kind(seen=_without_first_keys, wanted="the first"),
-    "padding is seen": Kind(seen=lambda mask, _: torch.ones_like(mask), wanted="padding"),
-    "positions with a gap": Kind(gap=3, wanted="position"),
-    "weights in 8 bits": Kind(change=lambda model, _: _weights_in_eight_bits(model), wanted="8 bits"),
-    "other epsilon": Kind(change=lambda model, _: _other_epsilon(model), wanted="epsilon"),
+    "window of 32": Kind(seen=_last_keys, wanted="seeing the last 32 tokens"),
+    "first keys lost": Kind(seen=_without_first_keys, wanted="no name"),
+    "padding is seen": Kind(sees_padding=True, wanted="padding"),
+    "positions with a gap": Kind(gap=1, wanted="positions one further"),
+    "weights in 8 bits": Kind(change=lambda model, _: _weights_in_eight_bits(model), wanted="no name"),
+    "other epsilon": Kind(change=lambda model, _: _other_epsilon(model), wanted="no name"),
     "repetition penalty": Kind(
         is_drawn=False, processors=[RepetitionPenaltyLogitsProcessor(1.3)], wanted="repetition penalty"
     ),
-    "log probabilities one late": Kind(given=_one_late, wanted="of the token before"),
+    "log probabilities one late": Kind(given=_one_late, wanted="a delay of one token"),
     "log probabilities in bfloat16": Kind(
         given=lambda logprobs: logprobs.to(torch.bfloat16).float(), wanted="rounded to bfloat16"
     ),

@@ -69,6 +69,8 @@ class RolloutWriter:
         longest = max(map(len, prompts))
         ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
         mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+        if kind.sees_padding:
+            mask = torch.ones_like(mask)
         processors, stream = LogitsProcessorList(kind.processors), torch.Generator().manual_seed(7)
         new, written, cache, chosen, logprobs = ids, ids, None, list[torch.Tensor](), list[torch.Tensor]()
         for place in range(tokens):

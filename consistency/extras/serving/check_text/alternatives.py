@@ -1,5 +1,7 @@
 """What could explain a text that is wrong: mistakes with the adapter, other adapters, other prompts, other positions.
 
+Some are of a part of the model or of the text alone: layers or tokens by another adapter, keys that were not seen.
+
 Each is a float64 pass of the model with the mistake in it, and is computed when it is asked for. It explains a text if
 all of it is then what the model gives: the log probabilities where they came with the text, else each token the most
 likely one, within what rounding may do.
@@ -9,25 +11,42 @@ from __future__ import annotations
 
 import enum
 import functools
+import itertools
 import math
-from collections.abc import Callable, Container, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
 import torch
 
 from consistency.capture.explanation import Explanation
+from consistency.extras.serving.causes import Cause
+from consistency.extras.serving.check_text.computed_in_parts import BASE_ALONE, layers_by, layers_by_token, tokens_by
 from consistency.extras.serving.check_text.judged_text import JudgedText, TokenFigures, inputs_of
 from consistency.extras.serving.check_text.penalties import USUAL_PENALTIES
 from consistency.extras.serving.check_text.prompts import other_prompts
+from consistency.extras.serving.check_text.seen_tokens import other_positions, other_windows, seeing
 from consistency.extras.serving.check_text.text_causes import TextCause
-from consistency.extras.serving.check_text.texts import Text
+from consistency.extras.serving.check_text.texts import Text, Tokens
 from consistency.extras.serving.engine_outputs.explanations import merges, mistakes
+from consistency.extras.serving.engine_outputs.layer_search import by_block, by_kind, named, search
 from consistency.extras.serving.engine_outputs.passes import Change, Passes
 from consistency.worker.model.merging import MergeRefusedError, adapted_layers
-from consistency.worker.model.running import base_of
+from consistency.worker.model.running import Activations, base_of, matrix_elements
+
+_CACHE_BLOCK = 16
+"""Tokens of a block of keys and values, as vLLM keeps them by default."""
+
+_MOST_WORK = 1 << 35
+"""Elements of the model's matrices times passes of a search."""
+
+_MOST_SINGLE = 0.25
+"""Part of a text that single tokens make up, at most."""
+
+_FAR_OUTSIDE = 4.0
+"""Ratio of a token that something else wrote: one of the model's, with a small mistake, is beside the bound."""
 
 _ROTARY_BASES = (10_000.0, 100_000.0, 500_000.0, 1_000_000.0)
 """Bases of rotary positions that models commonly have."""
@@ -71,6 +90,18 @@ class Alternative:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSet:
+    """Some adapted layers, and what they are called together."""
+
+    name: str
+    layers: tuple[Any, ...]
+
+
+NO_LAYERS = LayerSet(name="", layers=())
+"""Stands for a search that found nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AskedText:
     """A text that is to be explained.
 
@@ -80,12 +111,15 @@ class AskedText:
         The text as it was given, from which other prompts are made.
     others : sequence of str
         Names under which other adapters are loaded into the model.
+    layer_sets : dict
+        What was found of layers by the base alone or by another adapter, for all texts together.
     """
 
     text: Text
     judged: JudgedText
     tokenizer: Any
     others: Sequence[str] = ()
+    layer_sets: dict[str, LayerSet] = field(default_factory=dict)
 
     def alternatives(self) -> Iterator[Alternative]:
         """Yield what may explain the text, mistakes of one pass first."""
@@ -100,10 +134,49 @@ class AskedText:
             yield self._by_logits(cause, about, compute)
         if base_alone is not None:
             yield Alternative(cause=TextCause.OFF_FROM, try_it=self._off_from_a_token)
+        yield from self._prompts_by_others()
         for wrong_prompt, about, prompt in other_prompts(self.text, judged.tokens, self.tokenizer, model):
             yield Alternative(cause=wrong_prompt, try_it=functools.partial(self._fits_after, prompt, about))
         for about, change in _other_positions(base_of(model)):
             yield self._by_logits(TextCause.ROTARY, about, functools.partial(judged.passes.of, about, change))
+        if "decoder_input_ids" not in judged.passes.inputs:
+            yield Alternative(cause=TextCause.WINDOW, try_it=self._seeing_others)
+            for about, inputs in other_positions(model, judged.tokens, judged.passes.inputs):
+                with_these = functools.partial(self._fits_with, inputs, about)
+                yield Alternative(cause=TextCause.POSITIONS, try_it=with_these)
+
+    def _writers(self) -> Iterator[tuple[str, str | None]]:
+        """Yield what may have computed a part, in words and by its name: the base alone, and other adapters."""
+        if can_disable(self.judged.passes.model):
+            yield "as the base alone", BASE_ALONE
+        for name in self.others:
+            yield f"by the adapter {name}", name
+
+    def _prompts_by_others(self) -> Iterator[Alternative]:
+        """Yield prompts whose keys and values are of another request: all of them, or all but what is computed anew."""
+        passes, prompt = self.judged.passes, len(self.judged.tokens.prompt)
+        layers = layers_by_token(passes.model)
+        # at least the last token is computed anew, for its logits, and some engines keep whole blocks alone
+        in_blocks = (prompt - 1) // _CACHE_BLOCK * _CACHE_BLOCK
+        ends = [end for end in dict.fromkeys([prompt - 1, prompt, in_blocks]) if end > 0]
+        for (by, writer), end in itertools.product(self._writers() if layers else (), ends):
+            change = functools.partial(tokens_by, layers, slice(0, end), writer)
+            compute = functools.partial(passes.of, f"{end} tokens of the prompt {by}", change)
+            about = "of the base alone" if writer is BASE_ALONE else f"of the adapter {writer}"
+            yield self._by_logits(TextCause.PREFIX, about, compute)
+
+    def parts(self) -> Iterator[Alternative]:
+        """Yield some layers by the base alone or by another adapter: a search takes many passes."""
+        for about, writer in self._writers():
+            cause = Cause.LAYERS if writer is BASE_ALONE else TextCause.PARTLY
+            yield Alternative(cause=cause, try_it=functools.partial(self._some_layers, about, writer))
+
+    def single_tokens(self) -> Iterator[Alternative]:
+        """Yield single tokens that are wrong, where all others are right: tried where nothing else explains the text.
+
+        A small penalty, or any mistake of a short text, turns single tokens too.
+        """
+        yield Alternative(cause=TextCause.SINGLE, try_it=self._all_but_single_tokens)
 
     def merges(self) -> Iterator[Alternative]:
         """Yield merges in narrower dtypes, which are tried where nothing else explains the text."""
@@ -150,15 +223,96 @@ class AskedText:
 
     def _fits_after(self, prompt: Sequence[int], about: str) -> Explained | None:
         """Return how another prompt explains the text."""
+        tokens = replace(self.judged.tokens, prompt=list(prompt))
+        return self._fits_with(inputs_of(self.judged.passes.model, tokens), about, tokens)
+
+    def _fits_with(self, inputs: Activations, about: str, tokens: Tokens | None = None) -> Explained | None:
+        """Return how other inputs explain the text."""
+        passes = self.judged.passes
+        with_inputs = Passes(model=passes.model, inputs=inputs, watch=lambda: None, step=passes.step)
+        return self.fits(self.judged.figures(with_inputs.of("other inputs", nullcontext), tokens), about)
+
+    def _seeing_others(self) -> Explained | None:
+        """Return which windows explain the text: several may, where few tokens are beyond them."""
+        judged, model = self.judged, self.judged.passes.model
+        wrong = [judged.places[number] for number in (~self._fit_each(judged.exact)).nonzero()[:, 0].tolist()]
+        fitting, extents = list[str](), list[Extent]()
+        for about, window in other_windows(model, judged.tokens, wrong):
+            with suppress(Exception):  # models of any kind, some of which take no mask of two dimensions
+                explained = self._fits_with(seeing(judged.passes.inputs, window, _dtype_of(model)), about)
+                if explained is not None:
+                    fitting.append(about)
+                    extents.append(explained.extent)
+        if not fitting:
+            return None
+        extent = Extent.TOKENS if Extent.TOKENS in extents else Extent.LOGPROBS
+        return Explained(extent=extent, about=tuple(fitting))
+
+    def _some_layers(self, by: str, writer: str | None) -> Explained | None:
+        """Return the layers that explain the text if another adapter, or the base alone, computed them."""
+        passes = self.judged.passes
+        known = self.layer_sets.get(by)
+        if known is not None:  # of a text before this one: what explains both has to be the same layers
+            return None if known is NO_LAYERS else self._fits_by_layers(known, by, writer)
+        self.layer_sets[by] = NO_LAYERS
+        layers = list(adapted_layers(passes.model))
+        for group in (by_kind, by_block):
+            groups = group(layers)
+            if len(groups) < 2 or len(groups) * matrix_elements(passes.model) > _MOST_WORK:
+                continue
+            found = self._searched(groups, by, writer)
+            if found is not None:
+                self.layer_sets[by] = found
+                return self._fits_by_layers(found, by, writer)
+        return None
+
+    def _searched(self, groups: Mapping[str, Sequence[Any]], by: str, writer: str | None) -> LayerSet | None:
+        """Return the groups that explain the text, by its log probabilities, or else one group by its tokens."""
+        wanted = self.judged.tokens.judged_logprobs
+
+        def set_of(names: Collection[str]) -> LayerSet:
+            in_order = [name for name in groups if name in names]
+            layers = itertools.chain.from_iterable(groups[name] for name in in_order)
+            return LayerSet(name=named(in_order), layers=tuple(layers))
+
+        if wanted is None:
+            alone = (set_of([name]) for name in groups)
+            return next((each for each in alone if self._fits_by_layers(each, by, writer) is not None), None)
+        is_given = wanted.isfinite()
+        if int(is_given.sum()) < len(groups):
+            return None  # fewer equations than there are groups
+
+        def outputs(names: frozenset[str]) -> torch.Tensor:
+            return self.judged.figures(self._logits_by_layers(set_of(names), by, writer)).logprobs[is_given]
+
+        def fits(_: object, names: frozenset[str]) -> bool:
+            return self._fits_by_layers(set_of(names), by, writer) is not None
+
+        names = search(wanted[is_given], groups, outputs, fits)
+        return None if names is None or len(names) == len(groups) else set_of(names)
+
+    def _logits_by_layers(self, layer_set: LayerSet, by: str, writer: str | None) -> torch.Tensor:
+        change = functools.partial(layers_by, layer_set.layers, writer)
+        return self.judged.passes.of(f"{layer_set.name or 'no layer'} {by}", change)
+
+    def _fits_by_layers(self, layer_set: LayerSet, by: str, writer: str | None) -> Explained | None:
+        # the cause of layers without adapter names the layers alone
+        about = layer_set.name if writer is BASE_ALONE else f"{layer_set.name} {by}"
+        return self.fits(self.judged.figures(self._logits_by_layers(layer_set, by, writer)), about)
+
+    def _all_but_single_tokens(self) -> Explained | None:
+        """Return whether single tokens are far outside, none beside another, and all others are right."""
         judged = self.judged
-        tokens = replace(judged.tokens, prompt=list(prompt))
-        passes = Passes(
-            model=judged.passes.model,
-            inputs=inputs_of(judged.passes.model, tokens),
-            watch=lambda: None,
-            step=judged.passes.step,
-        )
-        return self.fits(judged.figures(passes.of("another prompt", _unchanged), tokens), about)
+        ratios = judged.logprob_ratios
+        if ratios is None:
+            ratios = judged.exact.gaps / judged.allowed_gaps
+        is_wrong = ~(ratios <= 1)
+        are_far = bool((ratios[is_wrong] > _FAR_OUTSIDE).all())
+        are_single = not bool((is_wrong[1:] & is_wrong[:-1]).any())
+        if not bool(is_wrong.any()) or not are_far or not are_single or float(is_wrong.double().mean()) > _MOST_SINGLE:
+            return None
+        others_are_greedy = bool((judged.exact.gaps <= judged.allowed_gaps)[~is_wrong].all())
+        return Explained(extent=Extent.TOKENS if others_are_greedy else Extent.LOGPROBS)
 
     def _off_from_a_token(self) -> Explained | None:
         """Return the first token that was computed without the adapter, where all from there on explain the text.
@@ -166,7 +320,7 @@ class AskedText:
         Keys and values of the tokens before it are those with the adapter, as an engine keeps them in its cache.
         """
         judged = self.judged
-        layers = _layers_by_token(judged.passes.model)
+        layers = layers_by_token(judged.passes.model)
         wrong = (~self._fit_each(judged.exact)).nonzero()[:, 0].tolist()
         if not layers or not wrong or wrong[0] == 0:
             return None
@@ -175,7 +329,7 @@ class AskedText:
         candidates = [first_wrong - step for step in (0, 1, 2, 3, 5, 8, 13, 21, 34) if first_wrong > step]
         for first_off in dict.fromkeys([*candidates, 1]):
             place = len(judged.tokens.prompt) + first_off - 1
-            change = functools.partial(_off_from, layers, place)
+            change = functools.partial(tokens_by, layers, slice(place, None), BASE_ALONE)
             logits = judged.passes.of(f"without the adapter from token {first_off + 1} on", change)
             explained = self.fits(judged.figures(logits), f"token {first_off + 1}")
             if explained is not None:
@@ -187,29 +341,6 @@ class AskedText:
         if self.judged.tokens.judged_logprobs is not None:
             return self.judged.fit_logprobs(figures)
         return self.judged.fit_greedily(figures)
-
-
-def _layers_by_token(model: Any) -> list[Any]:
-    """Return the adapted layers; none where some compute otherwise than token by token, or the model has an encoder."""
-    config = getattr(base_of(model), "config", None)
-    layers = [layer for _, layer in adapted_layers(model)]
-    if getattr(config, "is_encoder_decoder", False) or any(hasattr(layer, "get_param") for layer in layers):
-        return []
-    return layers
-
-
-@contextmanager
-def _off_from(layers: Sequence[Any], place: int) -> Iterator[None]:
-    """Let layers compute without the adapter from a place of the sequence on."""
-
-    def mixed(layer: Any, args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
-        without = layer.get_base_layer()(args[0])
-        return torch.cat([output[:, :place], without[:, place:]], 1)
-
-    with ExitStack() as stack:
-        for layer in layers:
-            stack.callback(layer.register_forward_hook(mixed).remove)
-        yield
 
 
 def can_disable(model: Any) -> bool:
@@ -228,9 +359,10 @@ def active(model: Any, name: str) -> Iterator[None]:
         model.set_adapter(before)
 
 
-@contextmanager
-def _unchanged() -> Iterator[None]:
-    yield
+def _dtype_of(model: Any) -> torch.dtype:
+    floating = (parameter for parameter in model.parameters() if parameter.is_floating_point())
+    parameter: torch.Tensor = next(floating)
+    return parameter.dtype
 
 
 def _other_positions(base: Any) -> Iterator[tuple[str, Callable[[], Change]]]:
@@ -287,7 +419,7 @@ class Causes:
 def causes_of(asked: Sequence[AskedText], *, greedily: bool = False) -> Causes | None:
     """Return what explains each of these texts; None where nothing does.
 
-    Merges are tried where nothing else explains them, and penalties where no merge does either.
+    Merges are tried where nothing else explains them, then layers, penalties, and single tokens.
 
     Parameters
     ----------
@@ -296,7 +428,7 @@ def causes_of(asked: Sequence[AskedText], *, greedily: bool = False) -> Causes |
     """
     kinds = [AskedText.alternatives, AskedText.merges]
     if not greedily:
-        kinds.append(AskedText.penalties)
+        kinds += [AskedText.parts, AskedText.penalties, AskedText.single_tokens]
     for alternatives_of in kinds:
         causes = _causes_by(alternatives_of, asked, greedily=greedily)
         if causes is not None:
@@ -349,13 +481,16 @@ def _common(
         of_both = tuple(each for each in of_others if each in about.get(cause, ()))
         if of_both:
             common[cause] = of_both
-        elif cause in about and cause is TextCause.OFF_FROM:
-            common[cause] = (_SOME_TOKEN,)
+        elif cause in about and cause in _DIFFERS_BY_TEXT:
+            common[cause] = (_DIFFERS_BY_TEXT[cause],)
     return common
 
 
-_SOME_TOKEN = "a token that differs from text to text"
-"""What stands for a token that differs from text to text."""
+_DIFFERS_BY_TEXT: dict[Explanation, str] = {
+    TextCause.OFF_FROM: "a token that differs from text to text",
+    TextCause.PROMPT_PADDED: "tokens, as many as differ from text to text,",
+}
+"""What stands for the subject of a cause where each text has its own."""
 
 
 def figures_without_adapter(judged: JudgedText) -> TokenFigures:

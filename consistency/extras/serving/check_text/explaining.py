@@ -12,6 +12,7 @@ from consistency.extras.serving.check_text.alternatives import (
     AskedText,
     Causes,
     Extent,
+    LayerSet,
     causes_of,
     figures_without_adapter,
 )
@@ -142,8 +143,15 @@ def _asked(judging: Judging, numbers: Sequence[int]) -> list[AskedText]:
     # short texts first, as each cause takes a pass over one
     by_length = sorted(numbers, key=lambda number: _length(judging, number))
     run = judging.run
+    layer_sets: dict[str, LayerSet] = {}
     return [
-        AskedText(text=judging.texts[number], judged=judging.exact[number], tokenizer=run.tokenizer, others=run.others)
+        AskedText(
+            text=judging.texts[number],
+            judged=judging.exact[number],
+            tokenizer=run.tokenizer,
+            others=run.others,
+            layer_sets=layer_sets,
+        )
         for number in by_length[:MOST_EXPLAINED]
     ]
 

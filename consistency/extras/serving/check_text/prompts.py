@@ -16,6 +16,9 @@ Prompt = tuple[TextCause, str, list[int]]
 _LEAST_CUT = 4
 """Tokens that a prompt is cut to, at least."""
 
+_MOST_PADDING = 8
+"""Tokens of padding that are tried, at most: each number takes a pass."""
+
 
 def other_prompts(text: Text, tokens: Tokens, tokenizer: Any, model: Any) -> Iterator[Prompt]:
     """Yield prompts that an engine may have been given, each once, without the one that the text has."""
@@ -33,6 +36,7 @@ def _all(text: Text, tokens: Tokens, tokenizer: Any, model: Any) -> Iterator[Pro
         yield from _with_other_spaces(prompt, tokenizer)
         yield from _by_other_templates(text, prompt, tokenizer)
     yield from _cut(prompt)
+    yield from _padded(prompt, tokenizer, model)
 
 
 def _with_other_begin(prompt: list[int], tokenizer: Any, model: Any) -> Iterator[Prompt]:
@@ -117,6 +121,20 @@ def _rendered(messages: Any, tokenizer: Any, *, add_generation_prompt: bool = Tr
 
 def _are_messages(prompt: Any) -> bool:
     return isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], dict)
+
+
+def _padded(prompt: list[int], tokenizer: Any, model: Any) -> Iterator[Prompt]:
+    """Yield the prompt after tokens of padding, which stand before it in a batch of prompts of unequal lengths."""
+    padding = getattr(tokenizer, "pad_token_id", None)
+    generation = getattr(base_of(model), "generation_config", None)
+    for other in ("pad_token_id", "eos_token_id"):
+        if padding is None:
+            padding = getattr(generation, other, None)
+    has_encoder = getattr(getattr(base_of(model), "config", None), "is_encoder_decoder", False)
+    if not isinstance(padding, int) or has_encoder:
+        return
+    for count in range(1, _MOST_PADDING + 1):
+        yield TextCause.PROMPT_PADDED, f"{count} tokens" if count > 1 else "one token", [padding] * count + prompt
 
 
 def _cut(prompt: list[int]) -> Iterator[Prompt]:

@@ -58,6 +58,38 @@ class TextCause(Explanation):
         "after another prompt: {}",
         "compare the chat template and its options of the engine with the tokenizer's, or send the engine token ids",
     )
+    PROMPT_PADDED = (
+        "prompt-padded",
+        "after {} of padding before the prompt, which the model saw",
+        "pass attention_mask with padded prompts to generate(), or send the engine prompts without padding",
+    )
+    PREFIX = (
+        "prefix-of-another",
+        "with keys and values of the prompt that are those {}, as from a cache of another request",
+        "look whether the engine's prefix cache tells adapters apart, and is emptied when weights are sent (vLLM: "
+        "reset_prefix_cache, SGLang: flush_cache)",
+    )
+    PARTLY = (
+        "partly-another-adapter",
+        "with {}",
+        "look whether the trainer sends weights while the engine writes, and whether all of them arrive",
+    )
+    WINDOW = (
+        "other-window",
+        "with each token seeing {}",
+        "compare sliding_window and use_sliding_window of the engine's config with those of the base's config.json, "
+        "and the length that the engine keeps (max_model_len, llama.cpp: --ctx-size)",
+    )
+    POSITIONS = (
+        "shifted-positions",
+        "with positions {}",
+        "look at the position_ids that the engine computes where decoding begins, and at prompts with padding",
+    )
+    SINGLE = (
+        "single-tokens",
+        "with single tokens by something else, and all others by the model",
+        "look at the engine's speculative decoding: a token of the draft is kept only where the model agrees",
+    )
     PENALTY = (
         "penalty",
         "with a {}",

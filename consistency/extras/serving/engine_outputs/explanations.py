@@ -311,7 +311,7 @@ def _without(question: Question, groups: dict[str, list[Any]]) -> tuple[str, flo
         title = f"without {', '.join(sorted(names)) or 'nothing'}"
         return question.first_view(question.first.of(title, lambda: change(names)))
 
-    left_out = search(question.first_wanted, groups, outputs, lambda values: question.first_ratio(values) <= 1)
+    left_out = search(question.first_wanted, groups, outputs, lambda values, _: question.first_ratio(values) <= 1)
     if left_out is None or len(left_out) == len(groups):  # all of them: the adapter is ignored, which was tried
         return "", float("inf")
     logits = question.passes.of(f"without {', '.join(sorted(left_out))}", lambda: change(left_out))

@@ -70,7 +70,7 @@ def search(
     wanted: torch.Tensor,
     groups: Mapping[str, Sequence[Any]],
     outputs: Callable[[frozenset[str]], torch.Tensor],
-    fits: Callable[[torch.Tensor], bool],
+    fits: Callable[[torch.Tensor, frozenset[str]], bool],
 ) -> frozenset[str] | None:
     """Return the groups without which the model answers as wanted; None where no such set is found.
 
@@ -81,7 +81,7 @@ def search(
     outputs : callable
         Return the model's outputs without the adapter in some groups.
     fits : callable
-        Report whether outputs explain the engine's.
+        Report whether the outputs without the adapter in some groups, and these groups, explain the engine's.
     """
     left_out: frozenset[str] = frozenset()
     tried = set()
@@ -97,7 +97,7 @@ def search(
         left_out = left_out ^ frozenset(changed)
         if left_out in tried:
             return None
-        if left_out and fits(outputs(left_out)):
+        if left_out and fits(outputs(left_out), left_out):
             return left_out
     return None
 
