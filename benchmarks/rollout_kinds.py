@@ -31,9 +31,6 @@ _WINDOW = 32
 _SINKS = 4
 """Tokens of the beginning that are dropped from the cache, where an engine makes room."""
 
-_DRAFT_EACH = 9
-"""Each such token is written by a draft model, where an engine does not verify it."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
@@ -63,6 +60,8 @@ class Kind:
         Prompts are passed without a mask: their padding is read too.
     gap : int
         What is added to the positions of the text, and not to those of the prompt.
+    draft_each : int
+        Each token of such a number is the base's, a draft that the model with the adapter did not verify; 0 for none.
     given : callable
         The log probabilities that are written, of those that were computed: `(texts, tokens)` each.
     """
@@ -78,6 +77,7 @@ class Kind:
     seen: Callable[[torch.Tensor, int], torch.Tensor] = field(default=lambda mask, _place: mask)
     sees_padding: bool = False
     gap: int = 0
+    draft_each: int = 0
     given: Callable[[torch.Tensor], torch.Tensor] = field(default=lambda logprobs: logprobs)
 
 
@@ -253,11 +253,7 @@ WRONG = {
     "one layer without adapter": Kind(
         change=lambda model, _: _scaled(model, 0.0, "layers.7."), wanted="as if layer 7 had no adapter"
     ),
-    "draft not verified": Kind(
-        is_drawn=False,
-        change=lambda model, place: _without_adapter(model, holds=place % _DRAFT_EACH == _DRAFT_EACH - 1),
-        wanted="single tokens",
-    ),
+    "draft not verified": Kind(is_drawn=False, draft_each=9, wanted="single tokens"),
     "window of 32": Kind(seen=_last_keys, wanted="seeing the last 32 tokens"),
     "first keys lost": Kind(seen=_without_first_keys, wanted="no name"),
     "padding is seen": Kind(sees_padding=True, wanted="padding"),
@@ -269,7 +265,7 @@ WRONG = {
     ),
     "log probabilities one late": Kind(given=_one_late, wanted="a delay of one token"),
     "log probabilities in bfloat16": Kind(
-        given=lambda logprobs: logprobs.to(torch.bfloat16).float(), wanted="rounded to bfloat16"
+        given=lambda logprobs: logprobs.to(torch.bfloat16).float(), wanted="rounding to bfloat16"
     ),
     "log probabilities of base 10": Kind(given=lambda logprobs: logprobs / 2.302585092994046, wanted="base 10"),
 }

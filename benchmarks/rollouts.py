@@ -87,14 +87,25 @@ class RolloutWriter:
             token = (processed if kind.processors else without_end).argmax(-1)
             if kind.is_drawn:
                 token = torch.multinomial(processed.softmax(-1), 1, generator=stream)[:, 0]
-            written = torch.cat([written, token[:, None]], 1)
             given = logits if kind.is_raw else processed
+            if kind.draft_each and place % kind.draft_each == kind.draft_each - 1:
+                given = self._logits_of_the_base(written, mask)
+                token = given.argmax(-1)
             chosen.append(token)
+            written = torch.cat([written, token[:, None]], 1)
             logprobs.append(given.log_softmax(-1).gather(1, token[:, None])[:, 0])
             new, mask = token[:, None], torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1)
         given = kind.given(torch.stack(logprobs, 1))
         rows = zip(self.prompts, torch.stack(chosen, 1).tolist(), given.tolist(), strict=True)
         return [self._text(prompt, *row, has_logprobs=kind.has_logprobs) for prompt, *row in rows]
+
+    def _logits_of_the_base(self, written: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """Return the base's logits of the next token, without the cache of the model with the adapter."""
+        positions = (mask.cumsum(-1) - 1).clamp_min(0)
+        with self.model.disable_adapter():
+            output = self.model(input_ids=written, attention_mask=mask, position_ids=positions, use_cache=False)
+        logits: torch.Tensor = output.logits
+        return logits[:, -1].float()
 
     def _text(self, prompt: list[int], ids: list[int], logprobs: list[float], *, has_logprobs: bool) -> Text:
         """Return a rollout, up to its end."""

@@ -42,6 +42,9 @@ _CACHE_BLOCK = 16
 _MOST_WORK = 1 << 35
 """Elements of the model's matrices times passes of a search."""
 
+_LEAST_SINGLE = 2
+"""Single tokens of a text that are taken for more than an accident."""
+
 _MOST_SINGLE = 0.25
 """Part of a text that single tokens make up, at most."""
 
@@ -309,7 +312,8 @@ class AskedText:
         is_wrong = ~(ratios <= 1)
         are_far = bool((ratios[is_wrong] > _FAR_OUTSIDE).all())
         are_single = not bool((is_wrong[1:] & is_wrong[:-1]).any())
-        if not bool(is_wrong.any()) or not are_far or not are_single or float(is_wrong.double().mean()) > _MOST_SINGLE:
+        are_few = _LEAST_SINGLE <= int(is_wrong.sum()) <= _MOST_SINGLE * len(is_wrong)
+        if not are_far or not are_single or not are_few:
             return None
         others_are_greedy = bool((judged.exact.gaps <= judged.allowed_gaps)[~is_wrong].all())
         return Explained(extent=Extent.TOKENS if others_are_greedy else Extent.LOGPROBS)

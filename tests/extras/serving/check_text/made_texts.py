@@ -34,6 +34,7 @@ def texts_of(
     with_logprobs: bool = True,
     given: Callable[[list[int]], list[int]] = list,
     change: Callable[[int], AbstractContextManager[Any]] = lambda _: nullcontext(),
+    also: Callable[[int, int], dict[str, torch.Tensor]] = lambda _place, _length: {},
     seed: int = 3,
 ) -> list[Text]:
     """Return texts that a model writes token by token.
@@ -46,15 +47,18 @@ def texts_of(
         The prompt that the model is given, in place of the one that the text names.
     change : callable
         A change of the model while it computes a token, by the token's place.
+    also : callable
+        What the model is passed besides, by the token's place and how many tokens there are before it.
     """
     generator = torch.Generator().manual_seed(seed)
     texts = []
     for prompt in prompts:
         ids, logprobs = list[int](), list[float]()
         new, cache = given(prompt), None
+        length = len(new)
         for place in range(tokens):
             with torch.no_grad(), change(place):
-                output = model(torch.tensor([new]), use_cache=True, **{CACHE: cache})
+                output = model(torch.tensor([new]), use_cache=True, **{CACHE: cache}, **also(place, length + place))
             logits, cache = output.logits[0, -1].double(), output[CACHE]
             own = logits.log_softmax(-1)
             logits[model.config.eos_token_id] = -torch.inf
