@@ -42,6 +42,11 @@ _CACHE_BLOCK = 16
 _MOST_WORK = 1 << 35
 """Elements of the model's matrices times passes of a search."""
 
+_LEAST_TELLING = 8
+_TELLING = 16.0
+"""Tokens, and median of what their log probabilities are off by over what rounding explains, that tell mistakes apart.
+"""
+
 _LEAST_SINGLE = 2
 """Single tokens of a text that are taken for more than an accident."""
 
@@ -124,8 +129,16 @@ class AskedText:
     others: Sequence[str] = ()
     layer_sets: dict[str, LayerSet] = field(default_factory=dict)
 
-    def alternatives(self) -> Iterator[Alternative]:
-        """Yield what may explain the text, mistakes of one pass first."""
+    def tells_apart(self) -> bool:
+        """Report whether no two mistakes explain the text: its log probabilities are commonly far from the model's.
+
+        Both would have to come within rounding of them, at each token, from as far.
+        """
+        ratios = self.judged.logprob_ratios
+        return ratios is not None and len(ratios) >= _LEAST_TELLING and float(ratios.median()) >= _TELLING
+
+    def with_adapters(self) -> Iterator[Alternative]:
+        """Yield mistakes with the adapter, or with others."""
         judged, model = self.judged, self.judged.passes.model
         base_alone = None
         if can_disable(model):
@@ -138,8 +151,16 @@ class AskedText:
         if base_alone is not None:
             yield Alternative(cause=TextCause.OFF_FROM, try_it=self._off_from_a_token)
         yield from self._prompts_by_others()
-        for wrong_prompt, about, prompt in other_prompts(self.text, judged.tokens, self.tokenizer, model):
-            yield Alternative(cause=wrong_prompt, try_it=functools.partial(self._fits_after, prompt, about))
+
+    def with_prompts(self) -> Iterator[Alternative]:
+        """Yield other prompts."""
+        judged = self.judged
+        for cause, about, prompt in other_prompts(self.text, judged.tokens, self.tokenizer, judged.passes.model):
+            yield Alternative(cause=cause, try_it=functools.partial(self._fits_after, prompt, about))
+
+    def with_positions(self) -> Iterator[Alternative]:
+        """Yield other positions, and other tokens that each token sees."""
+        judged, model = self.judged, self.judged.passes.model
         for about, change in _other_positions(base_of(model)):
             yield self._by_logits(TextCause.ROTARY, about, functools.partial(judged.passes.of, about, change))
         if "decoder_input_ids" not in judged.passes.inputs:
@@ -430,23 +451,27 @@ def causes_of(asked: Sequence[AskedText], *, greedily: bool = False) -> Causes |
     greedily : bool
         Whether every token has to be the most likely one.
     """
-    kinds = [AskedText.alternatives, AskedText.merges]
+    steps = [_MISTAKES, (AskedText.merges,)]
     if not greedily:
-        kinds += [AskedText.parts, AskedText.penalties, AskedText.single_tokens]
-    for alternatives_of in kinds:
-        causes = _causes_by(alternatives_of, asked, greedily=greedily)
+        steps += [(AskedText.parts,), (AskedText.penalties,), (AskedText.single_tokens,)]
+    for step in steps:
+        causes = _causes_by(step, asked, greedily=greedily)
         if causes is not None:
             return causes
     return None
 
 
-def _causes_by(
-    alternatives_of: Callable[[AskedText], Iterator[Alternative]], asked: Sequence[AskedText], *, greedily: bool
-) -> Causes | None:
+Alternatives = Callable[[AskedText], Iterator[Alternative]]
+"""Yields what may explain a text."""
+
+_MISTAKES: tuple[Alternatives, ...] = (AskedText.with_adapters, AskedText.with_prompts, AskedText.with_positions)
+
+
+def _causes_by(step: Sequence[Alternatives], asked: Sequence[AskedText], *, greedily: bool) -> Causes | None:
     common: dict[Explanation, tuple[str, ...]] | None = None
     fits: dict[Explanation, set[Extent]] = {}
     for each in asked:
-        found = _explaining_one(alternatives_of(each), common, greedily=greedily)
+        found = _explaining_one(each, step, common, greedily=greedily)
         about = {cause: explained.about for cause, explained in found.items()}
         common = about if common is None else _common(common, about)
         if not common:
@@ -461,18 +486,21 @@ def _causes_by(
 
 
 def _explaining_one(
-    alternatives: Iterator[Alternative], common: Container[Explanation] | None, *, greedily: bool
+    asked: AskedText, step: Sequence[Alternatives], common: Container[Explanation] | None, *, greedily: bool
 ) -> dict[Explanation, Explained]:
     """Return what explains one text, among what explains the texts before it."""
     found: dict[Explanation, Explained] = {}
-    for alternative in alternatives:
-        is_ruled_out = common is not None and alternative.cause not in common
-        if is_ruled_out or alternative.cause in found:
-            continue
-        explained = alternative.try_it()
-        if explained is None or (greedily and explained.extent is not Extent.TOKENS):
-            continue
-        found[alternative.cause] = explained
+    for alternatives_of in step:
+        for alternative in alternatives_of(asked):
+            is_ruled_out = common is not None and alternative.cause not in common
+            if is_ruled_out or alternative.cause in found:
+                continue
+            explained = alternative.try_it()
+            if explained is None or (greedily and explained.extent is not Extent.TOKENS):
+                continue
+            found[alternative.cause] = explained
+        if found and asked.tells_apart():
+            break  # a pass takes long, and no other mistake can explain the text too
     return found
 
 

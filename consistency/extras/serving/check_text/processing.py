@@ -344,6 +344,21 @@ class Ranking:
             chosen_scores=self.chosen_scores / temperature,
         )
 
+    def temperatures(self, wanted: torch.Tensor, allowed: torch.Tensor) -> Iterator[float]:
+        """Yield the usual temperatures at which leaving tokens out may give log probabilities.
+
+        That makes each token more likely, so none may be less likely than it is with all tokens, but for rounding.
+
+        Parameters
+        ----------
+        wanted, allowed : torch.Tensor
+            `(tokens,)`: the log probabilities that came with the text, and what rounding may do to each.
+        """
+        for temperature in USUAL_TEMPERATURES:
+            with_all = self.chosen_scores / temperature - (self.scores / temperature).logsumexp(-1)
+            if bool((wanted >= with_all - allowed / min(1.0, temperature)).all()):
+                yield temperature
+
     def rows(self, places: torch.Tensor) -> Ranking:
         """Return the ranking of some places of the text."""
         return replace_fields(
@@ -499,7 +514,7 @@ def processings_of(
         samplers += [Sampling(temperature=temperature) for temperature in _temperatures(wanted, of_mask, chosen)]
         fitted = next(_leaving_out(wanted, ranking, allowed), None)
         samplers += [] if fitted is None else [fitted]
-        for sampling in [*samplers, *_nearest_usual(wanted[few], of_few)]:
+        for sampling in [*samplers, *_nearest_usual(wanted[few], of_few, allowed[few])]:
             processing = Processing(sampling=sampling, is_end_masked=is_end_masked)
             errors = of_few.at(sampling.temperature).logprobs(sampling) - wanted[few]
             scores[processing] = score_of(processing, errors)
@@ -553,7 +568,7 @@ def _leaving_out(wanted: torch.Tensor, ranking: Ranking, allowed: torch.Tensor) 
     """
     few = wanted.argsort()[:_MOST_FITTED]
     ranking_of_few = ranking.rows(few)
-    for temperature in USUAL_TEMPERATURES:
+    for temperature in ranking.temperatures(wanted, allowed):
         slack = allowed / min(1.0, temperature)
         if ranking_of_few.at(temperature).counts_that_fit(wanted[few], slack[few]) is None:
             continue
@@ -564,13 +579,13 @@ def _leaving_out(wanted: torch.Tensor, ranking: Ranking, allowed: torch.Tensor) 
         yield from _parameters(at_temperature, *counts, slack, Sampling(temperature=temperature))
 
 
-def _nearest_usual(wanted: torch.Tensor, ranking: Ranking) -> list[Sampling]:
+def _nearest_usual(wanted: torch.Tensor, ranking: Ranking, allowed: torch.Tensor) -> list[Sampling]:
     """Return the usual samplers whose log probabilities are nearest to those wanted, by their squares.
 
     Where rounding at each token is large, many numbers of tokens fit each, and all tokens together tell the parameter.
     """
     squares = {}
-    for temperature in USUAL_TEMPERATURES:
+    for temperature in ranking.temperatures(wanted, allowed):
         at_temperature = ranking.at(temperature)
         for usual in USUAL_SAMPLERS:
             sampling = replace(usual, temperature=temperature)
