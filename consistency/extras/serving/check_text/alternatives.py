@@ -12,27 +12,33 @@ from __future__ import annotations
 import enum
 import functools
 import itertools
-import math
-from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
-from unittest import mock
 
 import torch
 
 from consistency.capture.explanation import Explanation
 from consistency.extras.serving.causes import Cause
-from consistency.extras.serving.check_text.computed_in_parts import BASE_ALONE, layers_by, layers_by_token, tokens_by
+from consistency.extras.serving.check_text.computed_in_parts import (
+    BASE_ALONE,
+    active,
+    can_disable,
+    layers_by,
+    layers_by_token,
+    tokens_by,
+)
 from consistency.extras.serving.check_text.judged_text import JudgedText, TokenFigures, inputs_of
 from consistency.extras.serving.check_text.penalties import USUAL_PENALTIES
 from consistency.extras.serving.check_text.prompts import other_prompts
+from consistency.extras.serving.check_text.rotary_positions import other_rotary_positions
 from consistency.extras.serving.check_text.seen_tokens import other_positions, other_windows, seeing
 from consistency.extras.serving.check_text.text_causes import TextCause
 from consistency.extras.serving.check_text.texts import Text, Tokens
 from consistency.extras.serving.engine_outputs.explanations import merges, mistakes
 from consistency.extras.serving.engine_outputs.layer_search import by_block, by_kind, named, search
-from consistency.extras.serving.engine_outputs.passes import Change, Passes
+from consistency.extras.serving.engine_outputs.passes import Passes
 from consistency.worker.model.merging import MergeRefusedError, adapted_layers
 from consistency.worker.model.running import Activations, base_of, matrix_elements
 
@@ -55,9 +61,6 @@ _MOST_SINGLE = 0.25
 
 _FAR_OUTSIDE = 4.0
 """Ratio of a token that something else wrote: one of the model's, with a small mistake, is beside the bound."""
-
-_ROTARY_BASES = (10_000.0, 100_000.0, 500_000.0, 1_000_000.0)
-"""Bases of rotary positions that models commonly have."""
 
 
 class Extent(enum.Enum):
@@ -161,7 +164,7 @@ class AskedText:
     def with_positions(self) -> Iterator[Alternative]:
         """Yield other positions, and other tokens that each token sees."""
         judged, model = self.judged, self.judged.passes.model
-        for about, change in _other_positions(base_of(model)):
+        for about, change in other_rotary_positions(base_of(model)):
             yield self._by_logits(TextCause.ROTARY, about, functools.partial(judged.passes.of, about, change))
         if "decoder_input_ids" not in judged.passes.inputs:
             yield Alternative(cause=TextCause.WINDOW, try_it=self._seeing_others)
@@ -368,161 +371,10 @@ class AskedText:
         return self.judged.fit_greedily(figures)
 
 
-def can_disable(model: Any) -> bool:
-    """Report whether PEFT can disable the adapter."""
-    return hasattr(model, "disable_adapter")
-
-
-@contextmanager
-def active(model: Any, name: str) -> Iterator[None]:
-    """Let another adapter be the active one."""
-    before = model.active_adapter
-    model.set_adapter(name)
-    try:
-        yield
-    finally:
-        model.set_adapter(before)
-
-
 def _dtype_of(model: Any) -> torch.dtype:
     floating = (parameter for parameter in model.parameters() if parameter.is_floating_point())
     parameter: torch.Tensor = next(floating)
     return parameter.dtype
-
-
-def _other_positions(base: Any) -> Iterator[tuple[str, Callable[[], Change]]]:
-    """Yield other rotary positions: their name, and what computes with them."""
-    rotaries = [module for module in base.modules() if isinstance(getattr(module, "inv_freq", None), torch.Tensor)]
-    if not rotaries or any(module.inv_freq.dim() != 1 for module in rotaries):
-        return
-    tables = [module.inv_freq for module in rotaries]
-    own_base = _base_of_positions(tables[0])
-    for rotary_base in _ROTARY_BASES:
-        others = [_frequencies(table, rotary_base) for table in tables]
-        is_own = all(torch.allclose(table, other, rtol=1e-4) for table, other in zip(tables, others, strict=True))
-        if not is_own:
-            name = f"rotary positions of base {rotary_base:,.0f} (here {own_base:,.0f})"
-            yield name, functools.partial(_positions_by, rotaries, others)
-
-
-def _base_of_positions(table: torch.Tensor) -> float:
-    """Return the base that the second frequency of a table is of, as it would be without scaling."""
-    if len(table) < 2:
-        return 1.0
-    return math.pow(float(table[1] / table[0]), -len(table))
-
-
-def _frequencies(table: torch.Tensor, rotary_base: float) -> torch.Tensor:
-    exponents = torch.arange(len(table), dtype=torch.float32) / len(table)
-    return (1.0 / rotary_base**exponents).to(table.dtype)
-
-
-@contextmanager
-def _positions_by(rotaries: Sequence[Any], tables: Sequence[torch.Tensor]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for module, table in zip(rotaries, tables, strict=True):
-            stack.enter_context(mock.patch.object(module, "inv_freq", table))
-        yield
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Causes:
-    """What explains texts.
-
-    Attributes
-    ----------
-    about : dict
-        What each cause is about, such as the name of an adapter; empty where it is about nothing.
-    extent : Extent
-        Whether all texts are explained as they are, or the log probabilities of some alone.
-    """
-
-    about: dict[Explanation, str]
-    extent: Extent
-
-
-def causes_of(asked: Sequence[AskedText], *, greedily: bool = False) -> Causes | None:
-    """Return what explains each of these texts; None where nothing does.
-
-    Merges are tried where nothing else explains them, then layers, penalties, and single tokens.
-
-    Parameters
-    ----------
-    greedily : bool
-        Whether every token has to be the most likely one.
-    """
-    steps = [_MISTAKES, (AskedText.merges,)]
-    if not greedily:
-        steps += [(AskedText.parts,), (AskedText.penalties,), (AskedText.single_tokens,)]
-    for step in steps:
-        causes = _causes_by(step, asked, greedily=greedily)
-        if causes is not None:
-            return causes
-    return None
-
-
-Alternatives = Callable[[AskedText], Iterator[Alternative]]
-"""Yields what may explain a text."""
-
-_MISTAKES: tuple[Alternatives, ...] = (AskedText.with_adapters, AskedText.with_prompts, AskedText.with_positions)
-
-
-def _causes_by(step: Sequence[Alternatives], asked: Sequence[AskedText], *, greedily: bool) -> Causes | None:
-    common: dict[Explanation, tuple[str, ...]] | None = None
-    fits: dict[Explanation, set[Extent]] = {}
-    for each in asked:
-        found = _explaining_one(each, step, common, greedily=greedily)
-        about = {cause: explained.about for cause, explained in found.items()}
-        common = about if common is None else _common(common, about)
-        if not common:
-            return None  # a pass takes long, and no cause is left that could explain all texts
-        for cause, explained in found.items():
-            fits.setdefault(cause, set()).add(explained.extent)
-    if not common:
-        return None
-    are_drawn = any(Extent.LOGPROBS in fits[cause] for cause in common)
-    likeliest = {cause: about_what[0] for cause, about_what in common.items()}
-    return Causes(about=likeliest, extent=Extent.LOGPROBS if are_drawn else Extent.TOKENS)
-
-
-def _explaining_one(
-    asked: AskedText, step: Sequence[Alternatives], common: Container[Explanation] | None, *, greedily: bool
-) -> dict[Explanation, Explained]:
-    """Return what explains one text, among what explains the texts before it."""
-    found: dict[Explanation, Explained] = {}
-    for alternatives_of in step:
-        for alternative in alternatives_of(asked):
-            is_ruled_out = common is not None and alternative.cause not in common
-            if is_ruled_out or alternative.cause in found:
-                continue
-            explained = alternative.try_it()
-            if explained is None or (greedily and explained.extent is not Extent.TOKENS):
-                continue
-            found[alternative.cause] = explained
-        if found and asked.tells_apart():
-            break  # a pass takes long, and no other mistake can explain the text too
-    return found
-
-
-def _common(
-    before: dict[Explanation, tuple[str, ...]], about: dict[Explanation, tuple[str, ...]]
-) -> dict[Explanation, tuple[str, ...]]:
-    """Return the causes of both, about what both may be about; a token is left open where it differs by text."""
-    common: dict[Explanation, tuple[str, ...]] = {}
-    for cause, of_others in before.items():
-        of_both = tuple(each for each in of_others if each in about.get(cause, ()))
-        if of_both:
-            common[cause] = of_both
-        elif cause in about and cause in _DIFFERS_BY_TEXT:
-            common[cause] = (_DIFFERS_BY_TEXT[cause],)
-    return common
-
-
-_DIFFERS_BY_TEXT: dict[Explanation, str] = {
-    TextCause.OFF_FROM: "a token that differs from text to text",
-    TextCause.PROMPT_PADDED: "tokens, as many as differ from text to text,",
-}
-"""What stands for the subject of a cause where each text has its own."""
 
 
 def figures_without_adapter(judged: JudgedText) -> TokenFigures:

@@ -1,4 +1,4 @@
-"""A pass of the model in which a part of it is computed by another adapter: some tokens, or some layers."""
+"""A pass of the model that another adapter computes: all of it, some tokens, or some layers."""
 
 from __future__ import annotations
 
@@ -14,6 +14,22 @@ from consistency.worker.model.running import base_of
 
 BASE_ALONE = None
 """Stands for the base alone, where the name of an adapter stands for an adapter."""
+
+
+def can_disable(model: Any) -> bool:
+    """Report whether PEFT can disable the adapter."""
+    return hasattr(model, "disable_adapter")
+
+
+@contextmanager
+def active(model: Any, name: str) -> Iterator[None]:
+    """Let another adapter be the active one."""
+    before = model.active_adapter
+    model.set_adapter(name)
+    try:
+        yield
+    finally:
+        model.set_adapter(before)
 
 
 def layers_by_token(model: Any) -> list[Any]:

@@ -10,13 +10,12 @@ import torch
 
 from consistency.extras.serving.check_text.alternatives import (
     AskedText,
-    Causes,
     Extent,
     LayerSet,
-    causes_of,
     figures_without_adapter,
 )
 from consistency.extras.serving.check_text.arithmetic import EngineArithmetic, engines_with, others_than
+from consistency.extras.serving.check_text.common_causes import Causes, causes_of
 from consistency.extras.serving.check_text.judged_text import JudgedText, TokenFigures
 from consistency.extras.serving.check_text.judging import MOST_EXPLAINED, SAMPLE, Judging, dtype_of
 from consistency.extras.serving.check_text.power import can_lean, leaning_to, tokens_to_tell

@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 import torch
 
-from consistency.extras.serving.check_text.alternatives import active, can_disable
 from consistency.extras.serving.check_text.arithmetic import OWN, EngineArithmetic
+from consistency.extras.serving.check_text.computed_in_parts import active, can_disable
 from consistency.extras.serving.check_text.judged_text import JudgedText, Step, chosen_ids
 from consistency.extras.serving.check_text.options import TextOptions
 from consistency.extras.serving.check_text.power import written_by

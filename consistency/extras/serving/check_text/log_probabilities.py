@@ -10,26 +10,18 @@ from collections.abc import Iterator, Sequence
 import msgspec
 import torch
 
-from consistency.extras.serving.check_text.alternatives import active
 from consistency.extras.serving.check_text.arithmetic import log_softmax_error
+from consistency.extras.serving.check_text.computed_in_parts import active
 from consistency.extras.serving.check_text.differences import summarize
+from consistency.extras.serving.check_text.fitted_samplers import processings_of, score_of
 from consistency.extras.serving.check_text.judged_text import chosen_ids, penalized_by
 from consistency.extras.serving.check_text.judging import FAR_OUTSIDE, MOST_EXPLAINED, Judging
 from consistency.extras.serving.check_text.options import sampling_of_logprobs
 from consistency.extras.serving.check_text.penalties import USUAL_PENALTIES
-from consistency.extras.serving.check_text.processing import (
-    TRANSCRIBED,
-    USUAL_SAMPLERS,
-    USUAL_TEMPERATURES,
-    Logits,
-    Processing,
-    Ranking,
-    processings_of,
-    score_of,
-    surprise_of,
-)
+from consistency.extras.serving.check_text.processing import TRANSCRIBED, Logits, Processing, surprise_of
+from consistency.extras.serving.check_text.ranking import Ranking
 from consistency.extras.serving.check_text.report import TextReport, Verdict
-from consistency.extras.serving.check_text.sampling import Sampling
+from consistency.extras.serving.check_text.sampling import USUAL_SAMPLERS, USUAL_TEMPERATURES, Sampling
 from consistency.extras.serving.check_text.screening import PlainText, plain_logits, plain_text
 from consistency.extras.serving.check_text.summary import LogprobSummary
 

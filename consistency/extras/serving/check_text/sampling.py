@@ -85,3 +85,17 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 NO_PENALTIES = Sampling()
 """A sampler without penalties."""
+
+
+_USUAL_TOP_K = (1000, 500, 200, 100, 64, 50, 40, 30, 20, 10, 5)
+_USUAL_TOP_P = (0.99, 0.98, 0.95, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5)
+USUAL_SAMPLERS = (
+    *(Sampling(top_p=top_p) for top_p in _USUAL_TOP_P),
+    *(Sampling(top_k=top_k) for top_k in _USUAL_TOP_K),
+    *(Sampling(top_k=top_k, top_p=top_p) for top_k in (20, 40, 50, 64) for top_p in (0.95, 0.9, 0.8)),
+    *(Sampling(min_p=min_p) for min_p in (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2)),
+)
+"""Samplers that are tried where rounding at each token is too large to tell the parameter."""
+
+USUAL_TEMPERATURES = (1.0, 0.7, 0.6, 0.8, 0.9, 0.5, 1.2, 0.3, 0.2, 0.4, 0.1, 0.75, 0.95, 1.1, 1.5)
+"""Temperatures that are tried together with tokens left out: there the temperature cannot be fitted by itself."""

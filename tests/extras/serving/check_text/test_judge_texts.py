@@ -18,7 +18,8 @@ from consistency.case.case import Case
 from consistency.errors import InputError
 from consistency.extras.serving.causes import Cause
 from consistency.extras.serving.check_text import explaining, judge_texts
-from consistency.extras.serving.check_text.alternatives import Causes, Extent
+from consistency.extras.serving.check_text.alternatives import Extent
+from consistency.extras.serving.check_text.common_causes import Causes
 from consistency.extras.serving.check_text.judge_texts import check_text
 from consistency.extras.serving.check_text.options import TextOptions
 from consistency.extras.serving.check_text.report import TextReport

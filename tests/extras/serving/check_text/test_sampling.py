@@ -15,8 +15,10 @@ from transformers import (
 
 from consistency.errors import UsageError
 from consistency.extras.serving.check_text.command import sampling_of
-from consistency.extras.serving.check_text.processing import USUAL_SAMPLERS, Logits, Processing, Ranking, processings_of
-from consistency.extras.serving.check_text.sampling import Sampling
+from consistency.extras.serving.check_text.fitted_samplers import processings_of
+from consistency.extras.serving.check_text.processing import Logits, Processing
+from consistency.extras.serving.check_text.ranking import Ranking
+from consistency.extras.serving.check_text.sampling import USUAL_SAMPLERS, Sampling
 
 
 @pytest.mark.parametrize(
