@@ -233,7 +233,7 @@ class AskedText:
 
     def fits(self, figures: TokenFigures, about: str = "") -> Explained | None:
         """Return how a model with these exact figures explains the text; None where it does not."""
-        if not bool(self.judged.fit_logprobs(figures).all()):
+        if not bool(self.judged.fit_logprobs(figures).all()) or not self.judged.is_nearer(figures):
             return None
         if bool(self.judged.fit_greedily(figures).all()):
             return Explained(extent=Extent.TOKENS, about=(about,))

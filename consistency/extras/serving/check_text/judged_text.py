@@ -295,10 +295,24 @@ class JudgedText:
 
     def fit_logprobs(self, figures: TokenFigures) -> torch.Tensor:
         """Report for each token whether its log probability would be the one that came with the text, `(tokens,)`."""
+        ratios = self._ratios_of(figures)
+        return torch.ones_like(figures.gaps, dtype=torch.bool) if ratios is None else ratios <= 1
+
+    def is_nearer(self, figures: TokenFigures) -> bool:
+        """Report whether log probabilities are nearer to these figures as a whole than to the model's own.
+
+        A change of the model that explains nothing may bring a single token within its bound by chance, and moves the
+        others away.
+        """
+        changed, own = self._ratios_of(figures), self._ratios_of(self.exact)
+        return changed is None or own is None or bool(changed.square().sum() < own.square().sum())
+
+    def _ratios_of(self, figures: TokenFigures) -> torch.Tensor | None:
+        """Return errors over what rounding may do, `(tokens,)`; None where no log probability came with the text."""
         wanted = self.tokens.judged_logprobs
         if wanted is None:
-            return torch.ones_like(figures.gaps, dtype=torch.bool)
-        return _ratios(wanted, figures.logprobs, self._allowed_of(figures.logprobs)) <= 1
+            return None
+        return _ratios(wanted, figures.logprobs, self._allowed_of(figures.logprobs))
 
     def logits(self, penalties: Sampling = NO_PENALTIES) -> Logits:
         """Return the exact logits; they are computed again where they are not kept.

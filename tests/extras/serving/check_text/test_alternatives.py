@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,10 +17,12 @@ from tokenizers.processors import TemplateProcessing
 from consistency.case.builtin import builtin_folder
 from consistency.case.case import Case
 from consistency.case.named_adapters import NamedAdapter
+from consistency.extras.serving.check_text.alternatives import AskedText
 from consistency.extras.serving.check_text.judge_texts import check_text
+from consistency.extras.serving.check_text.judged_text import JudgedText
 from consistency.extras.serving.check_text.options import TextOptions
 from consistency.extras.serving.check_text.text_causes import TextCause
-from consistency.extras.serving.check_text.texts import Text
+from consistency.extras.serving.check_text.texts import Text, Tokens
 from tests.extras.serving.check_text.made_texts import LORA, PROMPTS, loaded, texts_of
 from tests.extras.serving.check_text.rounded_cache import KeptIn
 from tests.worker.model.made_models import a_llama, adapter_on, case_of, on_llama, saved
@@ -202,3 +205,20 @@ def test_keys_and_values_in_another_dtype(llama: Path, dtype: torch.dtype, statu
     assert (stated.exit_status, stated.logprob_causes, stated.cache) == (0, (), "")
     other = case_of(Path(case.base), None)
     assert check_text(other, texts, options=TextOptions(kv_dtype=name)).exit_status == 1, "another model is still one"
+
+
+def test_a_change_that_repairs_one_token_by_chance_explains_nothing(llama: Path) -> None:
+    case = case_of(llama, on_llama(llama, LORA))
+    (text,) = texts_of(loaded(case), PROMPTS[:1], drawn=True)
+    tokens = Tokens(prompt=PROMPTS[0], ids=[int(one) for one in text.text], is_exact=True, logprobs=text.logprobs)
+    judged = JudgedText.of(loaded(case), tokens, None, lambda _: None)
+    # the first token is a little outside
+    off = judged.allowed_logprobs * torch.tensor([1.5] + [0.0] * (len(tokens.ids) - 1))
+    judged = replace(judged, tokens=replace(tokens, logprobs=(judged.exact.logprobs + off).tolist()))
+    asked = AskedText(text=text, judged=judged, tokenizer=None)
+    assert asked.fits(judged.exact) is None
+    moves_all = replace(judged.exact, logprobs=judged.exact.logprobs + 0.7 * judged.allowed_logprobs)
+    assert bool(judged.fit_logprobs(moves_all).all()), "each token is within its bound"
+    assert asked.fits(moves_all) is None
+    moves_the_first = replace(judged.exact, logprobs=judged.exact.logprobs + off)
+    assert asked.fits(moves_the_first) is not None
