@@ -44,6 +44,17 @@ class Callback(TrainerCallback):  # type: ignore[misc]  # transformers' types ar
         """Return what the watch has found."""
         return [] if self.watch is None else self.watch.findings
 
+    def add_to(self, trainer: Any) -> None:
+        """Add this callback to a Trainer in front of all others, so that its figures reach TensorBoard and the like.
+
+        A Trainer puts the callbacks that it is given behind those of its loggers, and each sees what those before it
+        have added to a log.
+        """
+        trainer.add_callback(self)
+        callbacks = trainer.callback_handler.callbacks
+        callbacks.remove(self)
+        callbacks.insert(0, self)
+
     # the Trainer calls every method with the same arguments
     # ruff: noqa: ARG002
 

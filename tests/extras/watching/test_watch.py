@@ -104,6 +104,30 @@ def test_a_finding_stops_the_trainer_which_saves_first(tmp_path: Path) -> None:
     assert made.state.log_history[-2]["watch/findings"] == 1.0
 
 
+@pytest.mark.parametrize("is_in_front", [True, False])
+def test_figures_reach_the_loggers_of_a_trainer_where_the_watch_is_in_front(
+    tmp_path: Path, *, is_in_front: bool
+) -> None:
+    """Loggers, such as TensorBoard's, are callbacks that a Trainer adds before those that it is given."""
+    from transformers import TrainerCallback
+
+    logged = list[dict[str, float]]()
+
+    class Logger(TrainerCallback):  # type: ignore[misc]  # transformers' types are not followed
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+            logged.append(dict(logs))
+
+    callback = consistency.watch.Callback(every=2)
+    made = trainer(tmp_path, tiny_llama(), [Logger()])
+    if is_in_front:
+        callback.add_to(made)
+    else:
+        made.add_callback(callback)
+    made.train()
+    assert ("watch/findings" in logged[1]) == is_in_front
+    assert callback.findings == []
+
+
 def test_an_adapter_that_was_not_loaded_again_is_named(tmp_path: Path) -> None:
     trainer(tmp_path, tiny_llama(), [consistency.watch.Callback(every=2)], save_strategy="steps", save_steps=2).train()
     healthy = consistency.watch.Callback(every=2)
