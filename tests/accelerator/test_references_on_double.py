@@ -17,7 +17,7 @@ from consistency.case.reading import make_options
 from consistency.numerics.digest import digest
 from consistency.worker import session
 from consistency.worker.protocol import EventLog, Job
-from consistency.stages.forward import worker as forward
+from consistency.stages.forward import reference as forward
 from consistency.stages.gradient import worker as gradient
 from consistency.extras.training.trajectory import step_checks
 

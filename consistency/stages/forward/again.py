@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from consistency.capture.names import ADAPTER_MERGED, ADAPTER_OFF, ADAPTER_ON, END_TO_END
 from consistency.case import standard
 from consistency.stages.forward.long_text import row_of_long, rows_on_device
-from consistency.stages.forward.worker import by_blocks, in_mode, row_of
+from consistency.stages.forward.modes import in_mode
+from consistency.stages.forward.worker import by_blocks, row_of
 from consistency.worker.context import Context
 from consistency.worker.judging.again import inputs_again, is_moved
 from consistency.worker.judging.long_text import long_mode, long_text

@@ -15,122 +15,70 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 
-from consistency import plugins
 from consistency.capture.names import ADAPTER_MERGED as MERGED
-from consistency.capture.names import ADAPTER_OFF as OFF
 from consistency.capture.names import ADAPTER_ON as ON
 from consistency.capture.names import ATTENTION, BY_BLOCKS, END_TO_END, LOGITS, WHOLE_MODEL
 from consistency.capture.records import RecordStatus, TensorRecord
 from consistency.case import standard
-from consistency.case.stage import Stage
-from consistency.case.stages import SPECS
 from consistency.devices.backends import CPU
 from consistency.numerics.chunks import exact_chunks
 from consistency.numerics.digest import TensorDigest, digest
 from consistency.numerics.dtype import UNIT_ROUNDOFF
 from consistency.numerics.error import measure_against_exact
-from consistency.numerics.error_spread import Spread
-from consistency.numerics.exact import Float64Mode
 from consistency.numerics.file_tensor import mapped
 from consistency.numerics.rounded_products import RoundedProducts
 from consistency.numerics.rules import Rule
 from consistency.stages.forward import passes as titles
-from consistency.stages.forward.long_text import judge_long_text, make_long_reference
+from consistency.stages.forward.long_text import judge_long_text
 from consistency.stages.forward.merge_effect import record_merge_effect
+from consistency.stages.forward.modes import block_modes, exact_mode_of, in_mode, modes_of, products_suffix
+from consistency.stages.forward.reference import Results, decisions_file, let_plugins_judge, make_reference
 from consistency.stages.forward.wide_products import PRODUCTS, record_narrow_products
 from consistency.worker import cpu_error
 from consistency.worker.attention_kernels import AttentionKernels
 from consistency.worker.context import Context, inputs_fit
 from consistency.worker.decisions.replay import Replay, deciding
-from consistency.worker.decisions.track import Track
 from consistency.worker.judging.block_rule import (
     NOT_REPLAYED,
     computed_again,
-    draw,
-    limits_of,
-    named_factors,
-    passes_for,
     record_block,
     record_flips,
     record_given,
     record_missed,
-    rows_of,
-    spreads,
 )
 from consistency.worker.judging.long_text import long_mode, long_text
-from consistency.worker.judging.outputs import ForwardOutputs, OutputJudge
 from consistency.worker.model import half_kernels
 from consistency.worker.model.block_pass import (
     BlockBegan,
     Given,
     ResultPlace,
-    as_exact,
     no_listener,
-    rounded,
     run_by_blocks,
 )
 from consistency.worker.model.call_trace import Saw
-from consistency.worker.model.float64_reference import Reference, Tables, given_name, publish, wait_for
+from consistency.worker.model.float64_reference import Reference, wait_for
 from consistency.worker.model.id_checks import KernelAssertedError, asserted, context_is_lost
-from consistency.worker.model.inputs import first_sequences, fixed_inputs
+from consistency.worker.model.inputs import fixed_inputs
 from consistency.worker.model.loading import load_model
-from consistency.worker.model.merging import DisableRefusedError, MergeRefusedError, adapted_layers, disabled, in_merged
+from consistency.worker.model.merging import DisableRefusedError, MergeRefusedError
 from consistency.worker.model.running import (
     Activations,
     activations,
     is_of_the_model,
-    matrix_elements,
-    model_code,
     refusal,
     tokens_of,
 )
-from consistency.worker.product_types import product_types
-from consistency.worker.protocol import DECISIONS_FILE, REFERENCE_FILE
-from consistency.worker.quantized.exact import exact_layers
 from consistency.worker.recorder import Skip
 
 T = TypeVar("T")
-Results = dict[str, torch.Tensor]
-"""Results of modules on the CPU, by the names of their places."""
-
-PassReaders = dict[str, list[Callable[[str], torch.Tensor | None]]]
-"""Functions by the name of the products, one per noisy pass: each returns a result by its name, None without one."""
-
 NOT_JUDGED = "shown, not judged: over the whole model rounding errors add up, and a trained model amplifies them"
-
-
-@dataclass(slots=True, kw_only=True)
-class Exact:
-    """Float64 results, the block inputs that they were computed on, and passes with noise; by `mode::name`.
-
-    Attributes
-    ----------
-    results : dict
-        The float64 result of each module, and each output, on the block inputs.
-    given : dict
-        What enters and leaves the blocks, in the tested dtype.
-    ends : dict
-        The float64 outputs of the model from end to end.
-    ends_drawn : dict of str to list of dict
-        The outputs of noisy passes from end to end, by mode; empty unless a plug-in judges by them.
-    failures : dict of str to str
-        Why a mode has no float64 results, by mode.
-    """
-
-    track: Track
-    results: Results = field(default_factory=dict)
-    given: Results = field(default_factory=dict)
-    ends: Activations = field(default_factory=dict)
-    ends_drawn: dict[str, list[Activations]] = field(default_factory=dict)
-    failures: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,10 +103,10 @@ def run(context: Context) -> None:
     case = context.job.case
     inputs, reason = fixed_inputs(case, context.base.model)
     if inputs is None or reason:
-        context.record.skipped("forward", reason, *_modes(context))
+        context.record.skipped("forward", reason, *modes_of(context))
         return
     if not inputs_fit(context, "forward", inputs):
-        context.record.skipped("forward", "ids or labels are past the end of a table", *_modes(context))
+        context.record.skipped("forward", "ids or labels are past the end of a table", *modes_of(context))
         return
     # the device's own passes come first: it has no need to wait for the reference
     ends, refused = _run_ends(context, inputs)
@@ -187,7 +135,7 @@ def _run_with_reference(
     with nullcontext() if on_cpu else context.events.on_cpu():
         if not on_cpu:
             twin = load_model(context.job.case, CPU)
-        exact, reference = _make_reference(context, twin, inputs)
+        exact, reference = make_reference(context, twin, inputs)
     _judge_all(context, inputs, ends, reference)
     with nullcontext() if on_cpu else context.events.on_cpu():
         computed = ends
@@ -197,7 +145,7 @@ def _run_with_reference(
         # makes what lets one more pass from end to end decide as the float64 pass did
         again = functools.partial(exact.track.other, f"{ON}.{END_TO_END}")
         record_merge_effect(context, twin, inputs, computed=computed, refused=refused, exact=exact.ends, again=again)
-        _let_plugins_judge(context, twin, inputs, exact)
+        let_plugins_judge(context, twin, inputs, exact)
 
 
 def _run_ends(context: Context, inputs: Activations) -> tuple[dict[str, Activations], dict[str, str]]:
@@ -206,7 +154,7 @@ def _run_ends(context: Context, inputs: Activations) -> tuple[dict[str, Activati
     refused: dict[str, str] = {}
     kernels = half_kernels.replacement(context.model, tokens_of(inputs))
     run_model = functools.partial(activations, context.model, inputs)
-    for mode in _modes(context):
+    for mode in modes_of(context):
         try:
             with context.events.passes(titles.whole(mode)), half_kernels.computing(kernels):
                 context.events.step(titles.whole(mode), 0, 1)
@@ -228,10 +176,10 @@ def _judge_all(context: Context, inputs: Activations, ends: dict[str, Activation
         context.record.skipped("forward", reference, *ends, status="blocked")
         return
     for mode in ends:
-        is_compared = mode in _block_modes(context, context.model)
+        is_compared = mode in block_modes(context, context.model)
         evidence: dict[str, Any] = {} if is_compared else {BY_BLOCKS: False}
         _record_ends(context, mode, ends[mode], reference, evidence)
-        if is_compared and not reference.tables.failures.get(_exact_mode(mode)):
+        if is_compared and not reference.tables.failures.get(exact_mode_of(mode)):
             title = titles.by_blocks(mode)
             with context.events.passes(title), context.record.skipping("forward", mode):
                 context.events.step(title, 0, 1)
@@ -244,7 +192,7 @@ def _judge_all(context: Context, inputs: Activations, ends: dict[str, Activation
 
 def _judge_long_text(context: Context, reference: Reference) -> None:
     """Judge the long text in the first mode; record why there is none, where the case asks for one."""
-    mode = _modes(context)[0]
+    mode = modes_of(context)[0]
     long = long_mode(mode)
     text, reason = long_text(context)
     reason = reason or reference.tables.failures.get(long, "")
@@ -303,7 +251,7 @@ def _record_blocks(
 ) -> None:
     """Record every result by the `block` rule, and trace one that is outside to an operation of its block."""
     kernels, attention = computation.kernels, computation.attention
-    exact_mode = _exact_mode(mode)
+    exact_mode = exact_mode_of(mode)
     reason = None if computation.replay.was_complete(exact_mode) else NOT_REPLAYED
 
     def compute_again(saw: Saw) -> None:
@@ -337,7 +285,7 @@ def _record_blocks(
                 reference=reference,
                 name=f"{mode}::{name}",
                 exact_name=f"{exact_mode}::{name}",
-                named=_products_suffix(mode),
+                named=products_suffix(mode),
             )
 
 
@@ -356,9 +304,9 @@ def by_blocks(
         Called with what enters and leaves each block on this device; returns the value to go on with.
     """
     model = context.model
-    title = f"{cpu_error.products_on(model, context.device)}{_products_suffix(mode)}"
-    replay = Replay(_decisions_file(context), model, title)
-    exact_mode = _exact_mode(mode)
+    title = f"{cpu_error.products_on(model, context.device)}{products_suffix(mode)}"
+    replay = Replay(decisions_file(context), model, title)
+    exact_mode = exact_mode_of(mode)
 
     def given(name: str, value: torch.Tensor) -> torch.Tensor:
         if saw is not None:
@@ -415,7 +363,7 @@ def _record_end(
 
     Only a user's tolerance judges it. Without one it is shown, `within` where its distance is finite: see `NOT_JUDGED`.
     """
-    exact = reference.read(f"{END_TO_END}::{_exact_mode(mode)}::{name}")
+    exact = reference.read(f"{END_TO_END}::{exact_mode_of(mode)}::{name}")
     truth = None
     # of a large model the reference has the first sequence alone, so the first dimensions may differ
     if exact is not None and exact.shape[1:] == output.shape[1:] and output.dtype in UNIT_ROUNDOFF:
@@ -441,280 +389,6 @@ def _record_end(
         rule=Rule.BLOCK,
         status=status,
         evidence=evidence,
-        reason=reference.tables.failures.get(_exact_mode(mode)) or not_judged,
+        reason=reference.tables.failures.get(exact_mode_of(mode)) or not_judged,
     )
     context.record.computed(row, output, measure=measure, tolerance=tolerance, chunks=chunks)
-
-
-def _make_reference(context: Context, model: torch.nn.Module, inputs: Activations) -> tuple[Exact, Reference]:
-    """Compute the reference of all workers with a model on the CPU; publish it where another process or stage reads it.
-
-    Returns
-    -------
-    Exact
-        What was computed, for what this worker itself records by it.
-    Reference
-        The same as other workers read it.
-    """
-    case, exact = context.job.case, Exact(track=Track(_decisions_file(context)))
-    modes = _modes(context)
-    # of a large model one sequence shows how far the outputs are from float64
-    is_small = len(_block_modes(context, model)) == len(modes)
-    takes_all_sequences = is_small or bool(_output_judges(context))
-    end_inputs = inputs if takes_all_sequences else first_sequences(inputs, 1)
-    spreads_by_title: dict[str, dict[str, Spread]] = {}
-    for mode in modes:
-        drawn = _compute_mode(context, model, inputs, mode, exact, end_inputs=end_inputs)
-        if drawn is None:
-            continue
-        truth = _results_of_mode(exact.results, _exact_mode(mode))
-        for title, spreads_by_name in spreads(drawn, truth).items():
-            spreads_by_title.setdefault(title, {}).update(
-                {f"{mode}::{name}": spread for name, spread in spreads_by_name.items()}
-            )
-    exact.track.publish()
-    _add_long_text(context, model, modes[0], exact, spreads_by_title)
-    tensors = {
-        **exact.results,
-        **named_factors(spreads_by_title),
-        **exact.given,
-        **{f"{END_TO_END}::{name}": value for name, value in exact.ends.items()},
-    }
-    with model_code(model):
-        types = product_types(model, inputs)
-    tables = Tables(
-        failures=exact.failures,
-        names=tuple(tensors),
-        product_types=types,
-        limits=limits_of(spreads_by_title),
-    )
-    # a soak reads it from the file again; where nobody does, none is written
-    if context.job.others_wait or case.soak_s is not None or _is_read_by_another_stage(case.stages):
-        publish(context.scratch, tensors, tables)
-    return exact, Reference(path=context.scratch / REFERENCE_FILE, tables=tables, in_memory=tensors)
-
-
-def _add_long_text(
-    context: Context,
-    model: torch.nn.Module,
-    mode: str,
-    exact: Exact,
-    spreads_by_title: dict[str, dict[str, Spread]],
-) -> None:
-    """Add the long text in a mode to the exact results, to the block inputs, and to the spreads of rounding errors."""
-    text, _ = long_text(context)
-    if text is None or mode in exact.failures:
-        return
-    long = long_mode(mode)
-    try:
-        with context.events.passes(titles.LONG_TEXT):
-            context.events.step(titles.LONG_TEXT, 0, 1)
-            made = make_long_reference(context, model, text)
-    except Skip as skip:
-        exact.failures[long] = str(skip)
-        return
-    drawn: PassReaders = {}
-    for title, noisy_passes in made.drawn.items():
-        drawn[title] = [results.get for results in noisy_passes]
-    for title, spreads_by_name in spreads(drawn, made.exact).items():
-        spreads_by_title.setdefault(title, {}).update(
-            {f"{long}::{name}": spread for name, spread in spreads_by_name.items()}
-        )
-    exact.results.update({f"{long}::{name}": result for name, result in made.exact.items()})
-    exact.given.update({given_name(long, name): value for name, value in made.given.items()})
-
-
-def _compute_mode(
-    context: Context,
-    model: torch.nn.Module,
-    inputs: Activations,
-    mode: str,
-    exact: Exact,
-    *,
-    end_inputs: Activations,
-) -> PassReaders | None:
-    """Compute a mode in float64 into `exact`, and then with noise; return readers of the noisy passes.
-
-    None where the blocks of the mode are not compared, or where there are no float64 results. A model that refuses the
-    mode is noted in `exact.failures`; an adapter that PEFT does not merge or disable is not.
-    """
-    is_compared = mode in _block_modes(context, model)
-    try:
-        with model_code(model):  # the model's code may insist on its own dtype
-            if mode != MERGED:  # in exact arithmetic a merged adapter is the same function
-                with context.events.passes(titles.exact(mode)):
-                    context.events.step(titles.exact(mode), 0, 1)
-                    _compute_in_float64(
-                        model,
-                        inputs,
-                        mode,
-                        exact,
-                        by_blocks=is_compared,
-                        end_inputs=end_inputs,
-                        began=context.events.block,
-                    )
-            if not is_compared or _exact_mode(mode) in exact.failures:
-                return None
-            with context.events.passes(titles.noise(mode)):
-                return _draw(context, model, inputs, mode, exact)
-    except (MergeRefusedError, DisableRefusedError):
-        return None  # each worker says so itself
-    except Skip as skip:
-        exact.failures[mode] = str(skip)
-        return None
-
-
-def _compute_in_float64(
-    model: torch.nn.Module,
-    inputs: Activations,
-    mode: str,
-    exact: Exact,
-    *,
-    by_blocks: bool,
-    end_inputs: Activations,
-    began: BlockBegan,
-) -> None:
-    """Compute a mode in float64 into `exact`: by blocks, on values that it rounds itself, and from end to end."""
-    dtype = next(p.dtype for p in model.parameters() if p.dtype in UNIT_ROUNDOFF)
-
-    def given(name: str, value: torch.Tensor) -> torch.Tensor:
-        # rounded once: workers get these values in the tested dtype, and their exact results have to come from the same
-        block_input = exact.given[given_name(mode, name)] = rounded(value, dtype)
-        return block_input.to(value.dtype)
-
-    def take(place: ResultPlace, result: torch.Tensor) -> None:
-        exact.results[f"{mode}::{place}"] = as_exact(result, dtype)
-
-    def compute() -> Activations:
-        if by_blocks:
-            with deciding(exact.track.exact(mode), gradient=False):
-                run_by_blocks(model, inputs, given, take, began=began)
-        with deciding(exact.track.exact(f"{mode}.{END_TO_END}"), gradient=False):
-            return activations(model, end_inputs)
-
-    with torch.no_grad(), exact_layers(model), Float64Mode():
-        ends = in_mode(model, mode, compute)
-    exact.ends.update({f"{mode}::{name}": tensor.to(torch.float64) for name, tensor in ends.items()})
-
-
-def _draw(context: Context, model: torch.nn.Module, inputs: Activations, mode: str, exact: Exact) -> PassReaders:
-    """Compute a mode with noise, on the exact pass's block inputs and decisions; return readers of the noisy passes."""
-    kernels = half_kernels.replacement(model, tokens_of(inputs))
-    given = functools.partial(Reference.of_this_process(exact.given).given_value, _exact_mode(mode))
-
-    def compute(title: str) -> Results:
-        results: Results = {}
-
-        def take(place: ResultPlace, result: torch.Tensor) -> None:
-            results[str(place)] = result.detach()
-
-        def run_blocks() -> None:
-            with deciding(exact.track.other(_exact_mode(mode), title), gradient=False):
-                run_by_blocks(model, inputs, given, take, began=context.events.block)
-
-        with half_kernels.computing(kernels):
-            in_mode(model, mode, run_blocks)
-        return results
-
-    truth = _results_of_mode(exact.results, _exact_mode(mode))
-    row_counts = [rows_of(tensor) for tensor in truth.values() if tensor.is_floating_point()]
-    passes = passes_for(model, tokens_of(inputs), row_counts)
-    drawn = draw(context, model, compute, passes, named=_products_suffix(mode))
-    if _output_judges(context):
-        _draw_ends(context, model, inputs, mode, exact)
-    readers: PassReaders = {}
-    for title, noisy_passes in drawn.items():
-        readers[title] = [results.get for results in noisy_passes]
-    return readers
-
-
-def _draw_ends(context: Context, model: torch.nn.Module, inputs: Activations, mode: str, exact: Exact) -> None:
-    """Compute the outputs from end to end with noise into `exact`, for the plug-ins that judge by them.
-
-    Of the passes with the products of each worker, those with this CPU's are kept.
-    """
-    logits = exact.ends.get(f"{_exact_mode(mode)}::{LOGITS}")
-    if logits is not None:
-        run_model = functools.partial(in_mode, model, mode, functools.partial(activations, model, inputs))
-        passes = passes_for(model, tokens_of(inputs), [rows_of(logits)])
-        drawn = draw(context, model, lambda _: run_model(), passes)
-        exact.ends_drawn[mode] = drawn[cpu_error.products_on(model, CPU)]
-
-
-def _results_of_mode(results: Results, mode: str) -> Results:
-    """Return the results of a mode by names without it."""
-    return {name.removeprefix(f"{mode}::"): value for name, value in results.items() if name.startswith(f"{mode}::")}
-
-
-def _is_read_by_another_stage(stages: Iterable[Stage]) -> bool:
-    """Return whether another stage of the same worker reads the float64 results."""
-    return any(standard.FORWARD in (*SPECS[stage].by, *SPECS[stage].reads) for stage in stages)
-
-
-def _output_judges(context: Context) -> list[OutputJudge]:
-    """Return the judges of plug-ins that ask for the outputs of this case."""
-    return [*plugins.asked("output_judges", context.job.case)]
-
-
-def _let_plugins_judge(context: Context, model: torch.nn.Module, inputs: Activations, exact: Exact) -> None:
-    """Hand the exact and the noisy outputs to the plug-ins that judge by them."""
-    judges = _output_judges(context)
-    if not judges:
-        return
-    ends = {mode: exact.ends[f"{mode}::{LOGITS}"] for mode in (ON, OFF) if f"{mode}::{LOGITS}" in exact.ends}
-    drawn: dict[str, list[torch.Tensor]] = {}
-    for mode, noisy_passes in exact.ends_drawn.items():
-        drawn[mode] = [ends_of_pass[LOGITS] for ends_of_pass in noisy_passes]
-    outputs = ForwardOutputs(
-        model=model,
-        inputs=inputs,
-        drawn=drawn,
-        failures=exact.failures,
-        exact=ends,
-        again=functools.partial(exact.track.other, f"{ON}.{END_TO_END}"),
-    )
-    for judge in judges:
-        judge.judge(context, outputs)
-
-
-def _decisions_file(context: Context) -> Path:
-    """Return the path of the file with the decisions of the exact pass."""
-    return context.scratch / DECISIONS_FILE.format("forward")
-
-
-def _products_suffix(mode: str) -> str:
-    """Return the end of the name of a device's products in a mode: a merged adapter has errors of its own."""
-    return ", merged" if mode == MERGED else ""
-
-
-def _modes(context: Context) -> list[str]:
-    """Return the modes in which the model runs; one without an adapter, and one that merges nothing, has fewer."""
-    if context.job.case.adapter is None:
-        return [OFF]
-    # an adapter without layers, as a prompt, has nothing to merge
-    has_adapted_layer = any(True for _ in adapted_layers(context.model))
-    return [ON, OFF, MERGED] if has_adapted_layer else [ON, OFF]
-
-
-def _block_modes(context: Context, model: torch.nn.Module) -> list[str]:
-    """Return the modes whose blocks are compared: all, or of a large model the first: adapter on, where one is given.
-
-    The same weights are multiplied by the same kernels without it, and the stage `merged` judges merged weights.
-    """
-    modes = _modes(context)
-    is_small = matrix_elements(model) <= context.job.case.plan.float64_merges
-    return modes if is_small else modes[:1]
-
-
-def in_mode(model: Any, mode: str, run: Callable[[], T]) -> T:
-    """Put the model into a mode, and return what `run` returns in it."""
-    if mode == MERGED:
-        return in_merged(model, run)
-    is_disabled = mode == OFF and hasattr(model, "peft_config")
-    with disabled(model) if is_disabled else nullcontext():
-        return run()
-
-
-def _exact_mode(mode: str) -> str:
-    """Return the mode whose float64 pass serves a mode: a merged adapter has the one of the adapter on."""
-    return ON if mode == MERGED else mode

@@ -28,7 +28,7 @@ def test_a_module_that_the_cpu_computes_in_float32_is_named(
     look: Look, llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "consistency.stages.forward.worker.product_types", lambda *_: {"model.layers.0.mlp.up_proj": "float32"}
+        "consistency.stages.forward.reference.product_types", lambda *_: {"model.layers.0.mlp.up_proj": "float32"}
     )
     (row,) = products(look, llama)
     assert (row.layer, row.status, row.word) == ("model.layers.0.mlp.up_proj", "outside", words.ROUNDED_TO_BF16)

@@ -11,6 +11,7 @@ import torch
 import transformers
 
 from consistency.case.tolerance import Override
+from consistency.stages.forward import reference
 from consistency.stages.forward import worker as forward
 from consistency.stages.forward.worker import NOT_JUDGED
 from consistency.worker.model.running import activations
@@ -79,7 +80,8 @@ def test_outputs_that_are_nan_where_float64_is_not_are_not_within(
 def test_of_a_large_model_one_sequence_shows_how_far_the_outputs_are(
     llama: Path, look: Look, adapter: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(forward, "_block_modes", lambda *_: ["adapter_on"])
+    for module in (forward, reference):
+        monkeypatch.setattr(module, "block_modes", lambda *_: ["adapter_on"])
     found = [r for r in look(llama, adapter, stages=("forward",)) if r.stage == "forward"]
     ends = {r.tensor: r for r in found if r.tensor.endswith(".end_to_end")}
     assert {r.evidence["positions"] for r in ends.values()} == {16}
