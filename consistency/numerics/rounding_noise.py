@@ -48,42 +48,30 @@ the CPU's own, float32, 128 rows (`python -m benchmarks.rounding`): hidden size 
 
 from __future__ import annotations
 
-import enum
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from torch._decomp import decomposition_table
 
 from consistency.numerics.dispatch_mode import DispatchMode
 from consistency.numerics.dtype import UNIT_ROUNDOFF
+from consistency.numerics.noise_pools import KEPT_SEEDS, LENGTH, STRIDE, Pools, kept_pools
 from consistency.numerics.precision import partial_sums
-from consistency.numerics.reduced_products import GROUPED, MATRIX_PRODUCTS
+from consistency.numerics.reduced_products import MATRIX_PRODUCTS
+from consistency.numerics.rounding_operations import (
+    REDUCING,
+    RUNNING,
+    RoundingKind,
+    RoundingOperation,
+    check_together,
+    operation_of,
+)
 
 _aten = torch.ops.aten
-
-_FACTORS: dict[Any, tuple[int, int]] = {**MATRIX_PRODUCTS, GROUPED: (0, 1)}
-"""Matrix products, and where their two factors are among the arguments."""
-
-_CONVOLUTIONS = frozenset({_aten.convolution.default, _aten.convolution_backward.default})
-
-_IN_STEPS = frozenset({
-    _aten.native_layer_norm.default, _aten.native_layer_norm_backward.default,
-    _aten.native_group_norm.default, _aten.native_group_norm_backward.default,
-    _aten.native_batch_norm.default, _aten.native_batch_norm_backward.default,
-    _aten._native_batch_norm_legit_no_training.default,
-    _aten._fused_rms_norm.default,
-    _aten._softmax.default, _aten._softmax_backward_data.default,
-    _aten._log_softmax.default, _aten._log_softmax_backward_data.default,
-    _aten.logsumexp.default, _aten.linalg_vector_norm.default,
-    # torch 2.8 computes the gradient of _fused_rms_norm by other operators
-    *([_aten._fused_rms_norm_backward.default] if hasattr(_aten, "_fused_rms_norm_backward") else []),
-})  # fmt: skip
-"""Operations that torch computes at once, and other libraries in steps that round."""
 
 _SCALED_NORMS = {_aten.native_layer_norm.default: (2, 3), _aten.native_group_norm.default: (1, 2)}
 """Norms, and where their weight and bias are among the arguments."""
@@ -101,38 +89,6 @@ _BATCH_NORMS = frozenset({_aten.native_batch_norm.default, _aten._native_batch_n
 
 _HALF = frozenset({torch.float16, torch.bfloat16})
 
-_EXACT = frozenset({
-    "alias", "clone", "contiguous", "detach", "lift", "lift_fresh", "set", "resize", "cat", "stack", "repeat",
-    "repeat_interleave", "flip", "roll", "constant_pad_nd", "reflection_pad1d", "reflection_pad2d",
-    "reflection_pad3d", "replication_pad1d", "replication_pad2d", "replication_pad3d", "pixel_shuffle",
-    "pixel_unshuffle", "channel_shuffle", "im2col", "gather", "index", "index_select", "embedding", "take",
-    "masked_select", "masked_fill", "masked_scatter", "where", "scatter", "index_fill", "index_copy", "slice_scatter",
-    "select_scatter", "diagonal_scatter", "as_strided_scatter", "tril", "triu", "slice_backward", "select_backward",
-    "diag_embed", "diagonal_backward", "unfold_backward", "split_with_sizes_copy", "zeros", "ones", "full", "empty",
-    "arange", "zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "new_zeros",
-    "new_ones", "new_full", "new_empty", "new_empty_strided", "empty_strided", "scalar_tensor", "fill", "zero", "eye",
-    "bernoulli", "uniform", "normal", "rand", "randn", "randint", "randperm", "_local_scalar_dense", "max", "min",
-    "maximum", "minimum", "fmax", "fmin", "amax", "amin", "aminmax", "topk", "sort", "median", "nanmedian",
-    "kthvalue", "mode", "cummax", "cummin", "clamp", "clamp_min", "clamp_max", "relu", "relu6", "hardtanh",
-    "threshold", "threshold_backward", "hardtanh_backward", "abs", "neg", "sign", "sgn", "round", "floor", "ceil",
-    "trunc", "heaviside", "floor_divide", "histc", "max_pool2d_with_indices", "max_pool3d_with_indices",
-    "adaptive_max_pool2d", "adaptive_max_pool3d", "fractional_max_pool2d", "fractional_max_pool3d",
-})  # fmt: skip
-"""Operations whose results are elements of their operands, or integers. One that is missing here is taken to round."""
-
-_FUNCTIONS = frozenset({
-    "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sin", "cos", "tan", "asin", "acos", "atan", "atan2",
-    "sinh", "cosh", "tanh", "asinh", "acosh", "atanh", "sigmoid", "silu", "silu_backward", "gelu", "gelu_backward",
-    "mish", "mish_backward", "erf", "erfc", "erfinv", "pow", "rsqrt", "softplus", "softplus_backward", "elu",
-    "elu_backward", "log_sigmoid_forward", "log_sigmoid_backward", "lgamma", "digamma", "logaddexp", "logaddexp2",
-    "xlogy", "special_ndtr",
-})  # fmt: skip
-
-_ACCUMULATING = frozenset(
-    {"scatter_add", "index_add", "index_put", "embedding_dense_backward", "scatter_reduce", "index_reduce"}
-)
-"""Operations that add the values that have the same index."""
-
 _SOURCES = {"embedding_dense_backward": 0, "index_put": 2}
 """Place of the added values among the arguments; 3 in all other accumulating operations."""
 
@@ -140,40 +96,8 @@ _CHOOSING = frozenset({"amax", "amin"})
 """Reductions of some of these operations that choose instead of adding: their gradient goes where the result is equal
 to an element, so the result must stay one."""
 
-_TRANSFORMS = frozenset({"_fft_r2c", "_fft_c2c", "_fft_c2r"})
-
-_FACTORING = frozenset({
-    "_linalg_det", "_linalg_slogdet", "_linalg_solve_ex", "_linalg_svd", "_linalg_eigh", "_linalg_eigvals",
-    "linalg_eig", "linalg_inv_ex", "linalg_lu", "linalg_lu_factor_ex", "linalg_qr", "linalg_cholesky_ex",
-    "linalg_lstsq", "linalg_ldl_factor_ex", "linalg_householder_product", "linalg_matrix_exp", "linalg_lu_solve",
-    "linalg_solve_triangular", "triangular_solve", "cholesky", "cholesky_inverse", "cholesky_solve", "geqrf", "ormqr",
-})  # fmt: skip
-
 _WITH_FLAGS = frozenset({"multilabel_margin_loss_forward"})
 """Operations whose further results are flags, stored as floating-point numbers."""
-
-_RUNNING = frozenset({"cumsum", "cumprod", "logcumsumexp"})
-
-_REDUCING = frozenset({"sum", "nansum", "mean", "nanmean", "prod", "var", "std", "var_mean", "std_mean"})
-"""Operations that add along the dimensions of their second operand, or along all."""
-
-_LENGTH = 1 << 17
-"""Elements of a tensor that take noise from the pool at once; the pool is twice as long, and each operation begins at
-another place of it: a draw from a generator for each element takes longer than the operations of a small model."""
-
-_KEPT_SEEDS = 2
-"""Seeds whose pools are kept for the next passes with them: those that each stage begins with. Of a small model all
-pools take a sixth of a pass to compute, and 18 MB."""
-
-_STRIDE = 40_503
-"""Steps of the beginnings in the pool: prime to its length, and near the golden ratio of 2¹⁶, so that they spread."""
-
-_MOVED = {False: 11, True: 43}
-"""Number of elements of 256 that are moved up, and as many down; True is for library functions. The variance is
-22/256 · (2u)² = 0.34 u², for functions four times that."""
-
-_MOVED_HALF = 1
-"""Number of elements of 256 that are moved up in a half type, and as many down: a probability of 1/128 together."""
 
 _TESTED = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
@@ -182,148 +106,10 @@ _IN_FLOAT32 = frozenset({torch.float32, torch.complex64})
 _SMALLEST = {dtype: torch.finfo(dtype).min for dtype in _TESTED}
 
 
-class _Kind(enum.Enum):
-    """How an operation rounds, which decides where noise is put."""
-
-    EXACT = enum.auto()
-    IN_STEPS = enum.auto()
-    CAST = enum.auto()
-    PRODUCT = enum.auto()
-    CONVOLUTION = enum.auto()
-    ACCUMULATION = enum.auto()
-    SUM = enum.auto()
-    FUNCTION = enum.auto()
-    TRANSFORM = enum.auto()
-    FACTORIZATION = enum.auto()
-    WITH_MASKS = enum.auto()
-    """Arithmetic by which masks of the smallest number are applied: noise must not make them minus infinity."""
-    ROUNDING = enum.auto()
-    """Any other operation: each element of its result is rounded once."""
-
-
-_BY_NAME: dict[str, _Kind] = {
-    **dict.fromkeys(_EXACT, _Kind.EXACT),
-    **dict.fromkeys(("_to_copy", "to", "copy"), _Kind.CAST),
-    **dict.fromkeys(_ACCUMULATING, _Kind.ACCUMULATION),
-    **dict.fromkeys((*_REDUCING, *_RUNNING), _Kind.SUM),
-    **dict.fromkeys(_FUNCTIONS, _Kind.FUNCTION),
-    **dict.fromkeys(_TRANSFORMS, _Kind.TRANSFORM),
-    **dict.fromkeys(_FACTORING, _Kind.FACTORIZATION),
-    **dict.fromkeys(("add", "sub", "rsub", "mul", "div"), _Kind.WITH_MASKS),
-}
-
-
-class _Operation:
-    """The properties of an operation, looked up once: a pass of a small model takes most of its time to ask for them.
-
-    Attributes
-    ----------
-    func : torch._ops.OpOverload
-        The operation itself.
-    name : str
-        Name without the overload's, and without the underscore of an operation that writes in place.
-    factors : tuple of int
-        Where the two factors of a matrix product are among its arguments.
-    is_mutable : bool
-        Whether it writes in place.
-    kind : _Kind
-        How it rounds.
-    is_for_several : bool
-        Whether its noise is the same for several passes together as for each alone.
-    """
-
-    __slots__ = ("factors", "func", "is_for_several", "is_mutable", "kind", "name")
-
-    def __init__(self, func: Any) -> None:
-        self.func = func
-        self.name = str(func._schema.name.partition("::")[2].removesuffix("_"))
-        self.factors = _FACTORS.get(func, (0, 1))
-        self.is_mutable = bool(func._schema.is_mutable)
-        self.kind = self._find_kind()
-        draws = torch.Tag.nondeterministic_seeded in func.tags
-        self.is_for_several = not draws and (self.kind in _TOGETHER or func in _SOFTMAX)
-
-    def _find_kind(self) -> _Kind:
-        func = self.func
-        if func.is_view:
-            return _Kind.EXACT
-        if func in _FACTORS:
-            return _Kind.PRODUCT
-        if func in _CONVOLUTIONS:
-            return _Kind.CONVOLUTION
-        if func in _IN_STEPS and func in decomposition_table:
-            return _Kind.IN_STEPS
-        kind = _BY_NAME.get(self.name)
-        if kind is not None:
-            return kind
-        # a composite operation may return an operand as it is, so its parts are looked at instead
-        if func._can_decompose():
-            return _Kind.IN_STEPS
-        return _Kind.ROUNDING
-
-
-_SOFTMAX = frozenset({
-    _aten._softmax.default, _aten._softmax_backward_data.default, _aten.logsumexp.default,
-})  # fmt: skip
-"""Operations in steps whose steps are the same with one more dimension of operands."""
-
-_TOGETHER = frozenset({
-    _Kind.EXACT, _Kind.CAST, _Kind.PRODUCT, _Kind.SUM, _Kind.FUNCTION, _Kind.WITH_MASKS, _Kind.ROUNDING,
-})  # fmt: skip
-"""Kinds of operations whose noise does not depend on how many passes are computed together."""
-
-
-class NotTogetherError(RuntimeError):
-    """An operation has another noise if several passes are computed together, as one more dimension of operands."""
-
-
-_operations: dict[int, _Operation] = {}
-"""Operations by the identity of the function, which its `_Operation` keeps alive: torch computes the hash of a function
-in Python."""
-
-
-def _operation(func: Any) -> _Operation:
-    """Return the properties of an operation, which are looked up at its first call."""
-    operation = _operations.get(id(func))
-    if operation is None:
-        operation = _operations[id(func)] = _Operation(func)
-    return operation
-
-
 @functools.cache
 def _strides(shape: torch.Size) -> tuple[int, ...]:
     """Return the strides of a contiguous tensor."""
     return torch.empty(shape, device="meta").stride()
-
-
-class _Pools:
-    """Pools of random factors of one seed, each of `2 * _LENGTH` elements; a pool is made when it is first needed."""
-
-    def __init__(self, seed: int) -> None:
-        generator = np.random.Generator(np.random.PCG64(seed))
-        self.deviates = torch.from_numpy(generator.standard_normal(2 * _LENGTH, dtype=np.float32))
-        self._bytes = torch.from_numpy(generator.integers(0, 256, 2 * _LENGTH, dtype=np.uint8))
-        self._pools: dict[tuple[torch.dtype, float], torch.Tensor] = {}
-
-    def normal(self, units: float) -> torch.Tensor:
-        """Return factors that differ from 1 by a normal deviate of so many unit roundoffs of float32."""
-        key = torch.float32, units
-        if key not in self._pools:
-            self._pools[key] = 1 + self.deviates * (units * UNIT_ROUNDOFF[torch.float32])
-        return self._pools[key]
-
-    def moving(self, dtype: torch.dtype, kind: _Kind) -> torch.Tensor:
-        """Return factors that leave most elements and move the others to a neighbour."""
-        moved = _MOVED_HALF if dtype != torch.float32 else _MOVED[kind is _Kind.FUNCTION]
-        key = dtype, -moved  # negative, so that no number of units in `normal` is the same key
-        if key not in self._pools:
-            sign = (self._bytes < moved).to(torch.float32) - (self._bytes >= 256 - moved).to(torch.float32)
-            self._pools[key] = (1 + 2 * UNIT_ROUNDOFF[dtype] * sign).to(dtype)
-        return self._pools[key]
-
-
-_kept_pools = functools.cache(_Pools)
-"""Return the pools of a seed, and keep them for the next pass with it."""
 
 
 def _norm_with_stores(steps: Any, args: tuple[Any, ...], weight: int, bias: int) -> Any:
@@ -416,8 +202,8 @@ class RoundingNoise(DispatchMode):
         self._toward_zero = toward_zero
         self._half_sums = half_sums
         self._partial_terms = partial_terms or {}
-        keeps_pools = is_kept or seed < _KEPT_SEEDS
-        self._pools = _kept_pools(seed) if keeps_pools else _Pools(seed)
+        keeps_pools = is_kept or seed < KEPT_SEEDS
+        self._pools = kept_pools(seed) if keeps_pools else Pools(seed)
         self._operations = 0
         self._together = together
         self._stores_steps = seed % 2 == 1  # every other seed, see "Norms in a half type" above
@@ -456,25 +242,25 @@ class RoundingNoise(DispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        operation, kwargs = _operation(func), kwargs or {}
+        operation, kwargs = operation_of(func), kwargs or {}
         kind = operation.kind
         if self._together:
-            _check_together(operation)
-        if kind is _Kind.EXACT:
+            check_together(operation)
+        if kind is RoundingKind.EXACT:
             return func(*args, **kwargs)
-        if kind is _Kind.PRODUCT:
+        if kind is RoundingKind.PRODUCT:
             return self._product(operation, args, kwargs)
-        if kind is _Kind.IN_STEPS:
+        if kind is RoundingKind.IN_STEPS:
             return self._in_steps(func, args, kwargs)
-        if kind is _Kind.CAST:
+        if kind is RoundingKind.CAST:
             return self._cast(operation, args, kwargs)
-        if kind is _Kind.CONVOLUTION:
+        if kind is RoundingKind.CONVOLUTION:
             return self._convolution(operation, args, kwargs)
-        if kind is _Kind.ACCUMULATION:
+        if kind is RoundingKind.ACCUMULATION:
             return self._accumulated(operation, args, kwargs)
-        if kind is _Kind.TRANSFORM or kind is _Kind.FACTORIZATION:
+        if kind is RoundingKind.TRANSFORM or kind is RoundingKind.FACTORIZATION:
             return self._noisy(operation, func(*self._perturbed(kind, args), **kwargs), args, 1)
-        if kind is _Kind.SUM:
+        if kind is RoundingKind.SUM:
             return self._sum(operation, args, kwargs)
         return self._noisy(operation, func(*args, **kwargs), args, 1)
 
@@ -493,14 +279,14 @@ class RoundingNoise(DispatchMode):
                     return _log_softmax_with_stored_sum(args[0], args[1])
             return steps(*args, **kwargs)
 
-    def _sum(self, operation: _Operation, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def _sum(self, operation: RoundingOperation, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Compute a sum with the noise of its partial sums."""
         terms = _count_terms(operation.name, args)
         if terms > 1 and _are_whole(args[0]):  # counts, which no device rounds
             return operation.func(*args, **kwargs)
         return self._noisy(operation, operation.func(*self._shaken(args, 0, terms), **kwargs), args, terms)
 
-    def _product(self, operation: _Operation, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def _product(self, operation: RoundingOperation, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Compute a matrix product with the noise of its partial sums, put on the smaller factor and the result."""
         left, right = operation.factors
         terms = args[left].shape[-1]
@@ -514,7 +300,7 @@ class RoundingNoise(DispatchMode):
         return self._noisy(operation, operation.func(*self._shaken(args, smaller, terms), **kwargs), args, terms)
 
     def _product_in_parts(
-        self, operation: _Operation, args: tuple[Any, ...], kwargs: Mapping[str, Any], place: int, parts: int
+        self, operation: RoundingOperation, args: tuple[Any, ...], kwargs: Mapping[str, Any], place: int, parts: int
     ) -> Any:
         """Multiply half types with the noise of `parts` partial sums that are stored in the type.
 
@@ -548,7 +334,7 @@ class RoundingNoise(DispatchMode):
                 parameter_gradients.append((noisy * self._normal(factor, noisy)).to(dtype))
         return input_gradient, *parameter_gradients
 
-    def _convolution(self, operation: _Operation, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def _convolution(self, operation: RoundingOperation, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Compute a convolution, or its gradients, with the noise of sums as long as its longest inner product."""
         if operation.func is _aten.convolution.default:
             weight, is_transposed = args[1], args[6]
@@ -560,9 +346,9 @@ class RoundingNoise(DispatchMode):
             terms = max(weight.numel() // max(1, weight.shape[1]), gradient.numel() // max(1, channels))
         return self._noisy(operation, operation.func(*self._shaken(args, 0, terms), **kwargs), args, terms)
 
-    def _perturbed(self, kind: _Kind, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _perturbed(self, kind: RoundingKind, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return the operands with the noise of all steps of a transform, or of a factorization, together."""
-        if kind is _Kind.TRANSFORM:
+        if kind is RoundingKind.TRANSFORM:
             stages = math.log2(max(2, math.prod(args[0].shape[dimension] for dimension in args[1])))
             return self._shaken(args, 0, math.ceil(6 * stages))  # of a sum K / 18, of stages a third each
         for place, operand in enumerate(args):
@@ -570,7 +356,7 @@ class RoundingNoise(DispatchMode):
                 args = self._shaken(args, place, operand.shape[-1])
         return args
 
-    def _accumulated(self, operation: _Operation, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def _accumulated(self, operation: RoundingOperation, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Compute an operation that adds by index, with the noise of as many terms as there may be for one index."""
         name = operation.name
         options = {value for value in (*args, *kwargs.values()) if isinstance(value, str)}
@@ -583,7 +369,7 @@ class RoundingNoise(DispatchMode):
         source = _SOURCES.get(name, 3)
         return self._noisy(operation, operation.func(*self._shaken(args, source, terms), **kwargs), args, terms)
 
-    def _cast(self, operation: _Operation, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def _cast(self, operation: RoundingOperation, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Convert to another dtype, with noise where it is narrower."""
         result = operation.func(*args, **kwargs)
         source = args[1] if operation.name == "copy" else args[0]
@@ -609,7 +395,7 @@ class RoundingNoise(DispatchMode):
         noise = self._normal(math.sqrt(max(terms, 18) / 18), operand)
         return (*args[:place], operand * noise, *args[place + 1 :])
 
-    def _noisy(self, operation: _Operation, result: Any, args: tuple[Any, ...], terms: int) -> Any:
+    def _noisy(self, operation: RoundingOperation, result: Any, args: tuple[Any, ...], terms: int) -> Any:
         """Return a result with the noise of a sum of so many terms; a tensor written in place is written again."""
         if operation.is_mutable:
             # the result is the operand itself: noise has to be in its memory
@@ -624,7 +410,7 @@ class RoundingNoise(DispatchMode):
             return type(result)(self._with_noise(value, terms, operation.kind) for value in result)
         return self._with_noise(result, terms, operation.kind)
 
-    def _with_noise(self, value: Any, terms: int, kind: _Kind) -> Any:
+    def _with_noise(self, value: Any, terms: int, kind: RoundingKind) -> Any:
         """Return a tensor with noise on each element; anything that is not rounded as it is."""
         if not isinstance(value, torch.Tensor):
             return value
@@ -640,36 +426,30 @@ class RoundingNoise(DispatchMode):
         else:
             noise = self._drawn(self._pools.moving(value.dtype, kind), value)
         noisy = value * noise
-        if kind is _Kind.WITH_MASKS:  # one of the smallest number must not become one of minus infinity
+        if kind is RoundingKind.WITH_MASKS:  # one of the smallest number must not become one of minus infinity
             noisy = torch.maximum(noisy, value.clamp(max=_SMALLEST[value.dtype]))
         return noisy
 
     def _normal(self, units: float, like: torch.Tensor) -> torch.Tensor:
         """Return factors of a tensor's shape that differ from 1 by a normal deviate of so many unit roundoffs."""
         # a pool has at least eight times the elements of a small tensor, so none is made for it
-        if like.numel() < _LENGTH // 4:
+        if like.numel() < LENGTH // 4:
             return 1 + self._drawn(self._pools.deviates, like) * (units * UNIT_ROUNDOFF[torch.float32])
         return self._drawn(self._pools.normal(units), like)
 
     def _drawn(self, pool: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         """Return noise of a tensor's shape from a pool, from another place of it for each operation."""
         elements = like.numel()
-        if elements <= _LENGTH:
+        if elements <= LENGTH:
             self._operations += 1
-            return pool.as_strided(like.shape, _strides(like.shape), self._operations * _STRIDE % _LENGTH)
+            return pool.as_strided(like.shape, _strides(like.shape), self._operations * STRIDE % LENGTH)
         parts = []
         # the pool is too short for a large tensor: each stretch takes noise from another place
-        for start in range(0, elements, _LENGTH):
+        for start in range(0, elements, LENGTH):
             self._operations += 1
-            begin = self._operations * _STRIDE % _LENGTH
-            parts.append(pool[begin : begin + min(_LENGTH, elements - start)])
+            begin = self._operations * STRIDE % LENGTH
+            parts.append(pool[begin : begin + min(LENGTH, elements - start)])
         return torch.cat(parts).view(like.shape)
-
-
-def _check_together(operation: _Operation) -> None:
-    """Raise an error unless an operation has the same noise for each of several passes as for one alone."""
-    if not operation.is_for_several:
-        raise NotTogetherError(operation.name)
 
 
 def _as_float32(value: Any) -> Any:
@@ -696,9 +476,9 @@ def _count_terms(name: str, args: tuple[Any, ...]) -> int:
     operand = args[0] if args else None
     if not isinstance(operand, torch.Tensor) or not operand.dim():
         return 1
-    if name in _RUNNING:  # the last element has all terms
+    if name in RUNNING:  # the last element has all terms
         return max(1, int(operand.shape[args[1]]))
-    if name not in _REDUCING:
+    if name not in REDUCING:
         return 1
     dimensions = next((value for value in args[1:] if _is_dimension(value)), None)
     if isinstance(dimensions, int):

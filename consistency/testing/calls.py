@@ -18,7 +18,7 @@ from consistency.errors import UsageError, first_line
 from consistency.numerics.decision import Decision
 from consistency.numerics.dtype import UNIT_ROUNDOFF
 from consistency.numerics.exact import Float64Mode
-from consistency.numerics.rounding_noise import NotTogetherError
+from consistency.numerics.rounding_operations import NotTogetherError
 from consistency.numerics.widening import each_tensor
 from consistency.testing.asked_dtype import AskedDtype, claim_dtype
 from consistency.testing.call_inputs import (

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from consistency.numerics.rounding_noise import _LENGTH, _STRIDE, RoundingNoise
+from consistency.numerics.noise_pools import LENGTH, STRIDE
+from consistency.numerics.rounding_noise import RoundingNoise
 
 U = 2.0**-24
 
@@ -250,17 +251,17 @@ def test_without_a_pass_nothing_is_repeated() -> None:
 def test_noise_is_that_of_the_seed_bit_by_bit(seed: int) -> None:
     """Whatever is kept from one pass for the next."""
     generator = np.random.Generator(np.random.PCG64(seed))
-    deviates = torch.from_numpy(generator.standard_normal(2 * _LENGTH, dtype=np.float32))
-    bytes_ = generator.integers(0, 256, 2 * _LENGTH, dtype=np.uint8).astype(np.float32)
+    deviates = torch.from_numpy(generator.standard_normal(2 * LENGTH, dtype=np.float32))
+    bytes_ = generator.integers(0, 256, 2 * LENGTH, dtype=np.uint8).astype(np.float32)
     moved = torch.from_numpy((bytes_ < 43).astype(np.float32) - (bytes_ >= 256 - 43).astype(np.float32))
     values = torch.linspace(0.5, 2, 800).view(8, 100)
     for _ in range(2):
         with RoundingNoise(seed):
             exponentials, sums = values.exp(), values.sum(1)
-        at = slice(_STRIDE, _STRIDE + 800)
+        at = slice(STRIDE, STRIDE + 800)
         assert torch.equal(exponentials, values.exp() * (1 + 2 * U * moved[at]).view(8, 100))
-        at = slice(2 * _STRIDE, 2 * _STRIDE + 800)
+        at = slice(2 * STRIDE, 2 * STRIDE + 800)
         shaken = values * (1 + deviates[at] * (math.sqrt(100 / 18) * U)).view(8, 100)
-        begin = 3 * _STRIDE % _LENGTH
+        begin = 3 * STRIDE % LENGTH
         noise = 1 + deviates[begin : begin + 8] * (math.sqrt(100 / 9 + 1 / 3) * U)
         assert torch.equal(sums, shaken.sum(1) * noise)
