@@ -164,7 +164,8 @@ _SOFTMAX = frozenset({
 """Operations in steps whose steps are the same with one more dimension of operands."""
 
 _TOGETHER = frozenset({
-    RoundingKind.EXACT, RoundingKind.CAST, RoundingKind.PRODUCT, RoundingKind.SUM, RoundingKind.FUNCTION, RoundingKind.WITH_MASKS, RoundingKind.ROUNDING,
+    RoundingKind.EXACT, RoundingKind.CAST, RoundingKind.PRODUCT, RoundingKind.SUM, RoundingKind.FUNCTION,
+    RoundingKind.WITH_MASKS, RoundingKind.ROUNDING,
 })  # fmt: skip
 """Kinds of operations whose noise does not depend on how many passes are computed together."""
 
@@ -174,8 +175,8 @@ class NotTogetherError(RuntimeError):
 
 
 _operations: dict[int, RoundingOperation] = {}
-"""Operations by the identity of the function, which its `RoundingOperation` keeps alive: torch computes the hash of a function
-in Python."""
+"""Operations by the identity of the function, which its `RoundingOperation` keeps alive: torch computes the hash of a
+function in Python."""
 
 
 def operation_of(func: Any) -> RoundingOperation:
