@@ -199,10 +199,7 @@ class AskedText:
             yield Alternative(cause=cause, try_it=functools.partial(self._some_layers, about, writer))
 
     def single_tokens(self) -> Iterator[Alternative]:
-        """Yield single tokens that are wrong, where all others are right: tried where nothing else explains the text.
-
-        A small penalty, or any mistake of a short text, turns single tokens too.
-        """
+        """Yield single tokens that are wrong, where all others are right."""
         yield Alternative(cause=TextCause.SINGLE, try_it=self._all_but_single_tokens)
 
     def merges(self) -> Iterator[Alternative]:

@@ -32,7 +32,8 @@ class Causes:
 def causes_of(asked: Sequence[AskedText], *, greedily: bool = False) -> Causes | None:
     """Return what explains each of these texts; None where nothing does.
 
-    Merges are tried where nothing else explains them, then layers, penalties, and single tokens.
+    Merges are tried where no mistake of another kind explains them, then layers and penalties. Single tokens come first
+    where log probabilities say that all others are right, and else last.
 
     Parameters
     ----------
@@ -41,7 +42,10 @@ def causes_of(asked: Sequence[AskedText], *, greedily: bool = False) -> Causes |
     """
     steps = [_MISTAKES, (AskedText.merges,)]
     if not greedily:
-        steps += [(AskedText.parts,), (AskedText.penalties,), (AskedText.single_tokens,)]
+        steps += [(AskedText.parts,), (AskedText.penalties,)]
+        # a mistake with all of the model moves all log probabilities, but turns a few tokens alone
+        have_logprobs = all(each.judged.tokens.judged_logprobs is not None for each in asked)
+        steps.insert(0 if have_logprobs else len(steps), (AskedText.single_tokens,))
     for step in steps:
         causes = _causes_by(step, asked, greedily=greedily)
         if causes is not None:
