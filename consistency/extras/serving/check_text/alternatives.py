@@ -38,7 +38,7 @@ from consistency.extras.serving.check_text.text_causes import TextCause
 from consistency.extras.serving.check_text.texts import Text, Tokens
 from consistency.extras.serving.engine_outputs.explanations import merges, mistakes
 from consistency.extras.serving.engine_outputs.layer_search import by_block, by_kind, named, search
-from consistency.extras.serving.engine_outputs.passes import Passes
+from consistency.extras.serving.engine_outputs.passes import Change, Passes
 from consistency.worker.model.merging import MergeRefusedError, adapted_layers
 from consistency.worker.model.running import Activations, base_of, matrix_elements
 
@@ -147,8 +147,8 @@ class AskedText:
         if can_disable(model):
             base_alone = functools.partial(judged.passes.of, "without the adapter", model.disable_adapter)
         for name in self.others:
-            of_other = functools.partial(judged.passes.of, f"adapter {name}", functools.partial(active, model, name))
-            yield self._by_logits(TextCause.OTHER_ADAPTER, name, of_other)
+            of_other = functools.partial(active, model, name)
+            yield self._by_change(TextCause.OTHER_ADAPTER, name, f"adapter {name}", of_other)
         for cause, about, compute in mistakes(judged.passes, base_alone):
             yield self._by_logits(cause, about, compute)
         if base_alone is not None:
@@ -165,7 +165,7 @@ class AskedText:
         """Yield other positions, and other tokens that each token sees."""
         judged, model = self.judged, self.judged.passes.model
         for about, change in other_rotary_positions(base_of(model)):
-            yield self._by_logits(TextCause.ROTARY, about, functools.partial(judged.passes.of, about, change))
+            yield self._by_change(TextCause.ROTARY, about, about, change)
         if "decoder_input_ids" not in judged.passes.inputs:
             yield Alternative(cause=TextCause.WINDOW, try_it=self._seeing_others)
             for about, inputs in other_positions(model, judged.tokens, judged.passes.inputs):
@@ -188,9 +188,8 @@ class AskedText:
         ends = [end for end in dict.fromkeys([prompt - 1, prompt, in_blocks]) if end > 0]
         for (by, writer), end in itertools.product(self._writers() if layers else (), ends):
             change = functools.partial(tokens_by, layers, slice(0, end), writer)
-            compute = functools.partial(passes.of, f"{end} tokens of the prompt {by}", change)
             about = "of the base alone" if writer is BASE_ALONE else f"of the adapter {writer}"
-            yield self._by_logits(TextCause.PREFIX, about, compute)
+            yield self._by_change(TextCause.PREFIX, about, f"{end} tokens of the prompt {by}", change)
 
     def parts(self) -> Iterator[Alternative]:
         """Yield some layers by the base alone or by another adapter: a search takes many passes."""
@@ -225,16 +224,43 @@ class AskedText:
         # log probabilities of the model as it is say nothing of penalties: the tokens have to be explained
         return Explained(extent=Extent.TOKENS, about=tuple(fitting)) if extents == {Extent.TOKENS} else None
 
+    def _by_change(self, cause: Explanation, about: str, name: str, change: Callable[[], Change]) -> Alternative:
+        """Return a mistake that a change of the model makes; `name` tells its pass apart."""
+
+        def try_it() -> Explained | None:
+            figures = self.judged.figures(self.judged.passes.of(name, change))
+            return self.fits(figures, about, lambda: self.judged.under(change))
+
+        return Alternative(cause=cause, try_it=try_it)
+
     def _by_logits(self, cause: Explanation, about: str, compute: Callable[[], torch.Tensor]) -> Alternative:
         return Alternative(cause=cause, try_it=lambda: self.fits(self.judged.figures(compute()), about))
 
-    def fits(self, figures: TokenFigures, about: str = "") -> Explained | None:
-        """Return how a model with these exact figures explains the text; None where it does not."""
-        if not bool(self.judged.fit_logprobs(figures).all()) or not self.judged.is_nearer(figures):
+    def fits(
+        self, figures: TokenFigures, about: str = "", again: Callable[[], JudgedText] | None = None
+    ) -> Explained | None:
+        """Return how a model with these exact figures explains the text; None where it does not.
+
+        Parameters
+        ----------
+        again : callable, optional
+            Judge the text by what rounding does in that model: asked where the text is near to its figures.
+        """
+        judged = self.judged
+        if not judged.is_nearer(figures):
             return None
-        if bool(self.judged.fit_greedily(figures).all()):
+        are_greedy = bool(judged.fit_greedily(figures).all())
+        if not bool(judged.fit_logprobs(figures).all()):
+            if again is None or not judged.is_near(figures):
+                return None
+            by_itself = again()
+            ratios = by_itself.logprob_ratios
+            if ratios is None or not bool((ratios <= 1).all()):
+                return None
+            are_greedy = by_itself.is_greedy
+        if are_greedy:
             return Explained(extent=Extent.TOKENS, about=(about,))
-        has_logprobs = self.judged.tokens.judged_logprobs is not None
+        has_logprobs = judged.tokens.judged_logprobs is not None
         return Explained(extent=Extent.LOGPROBS, about=(about,)) if has_logprobs else None
 
     def _any_merge_fits(self, computes: Sequence[Callable[[], torch.Tensor]]) -> Explained | None:
@@ -254,7 +280,8 @@ class AskedText:
         """Return how other inputs explain the text."""
         passes = self.judged.passes
         with_inputs = Passes(model=passes.model, inputs=inputs, watch=lambda: None, step=passes.step)
-        return self.fits(self.judged.figures(with_inputs.of("other inputs", nullcontext), tokens), about)
+        figures = self.judged.figures(with_inputs.of("other inputs", nullcontext), tokens)
+        return self.fits(figures, about, lambda: self.judged.under(nullcontext, inputs, tokens))
 
     def _seeing_others(self) -> Explained | None:
         """Return which windows explain the text: several may, where few tokens are beyond them."""

@@ -20,7 +20,7 @@ from consistency.extras.serving.check_text.processing import Logits, Processing
 from consistency.extras.serving.check_text.report import LogprobGap, TokenGap
 from consistency.extras.serving.check_text.sampling import NO_PENALTIES, Sampling
 from consistency.extras.serving.check_text.texts import Tokens, other_tokens
-from consistency.extras.serving.engine_outputs.passes import Passes, Room
+from consistency.extras.serving.engine_outputs.passes import Change, Passes, Room
 from consistency.extras.serving.inference.request import OUTPUT
 from consistency.numerics.decision import CONTINUOUS, Decision
 from consistency.numerics.error_spread import Spread
@@ -33,6 +33,9 @@ Step = Callable[[str], None]
 _MOST_DIVISIONS = 16
 """Tries to divide one text otherwise into tokens."""
 
+
+_NEAR = 32.0
+"""Ratio up to which a mistake is judged by the rounding that it makes itself."""
 
 _FAR = 10.0
 """Times the largest error that rounding explains of the model's own log probabilities, from which on no sampler makes
@@ -187,6 +190,40 @@ class JudgedText:
         )
         return unjudged.judged_in(arithmetic)
 
+    def under(
+        self, change: Callable[[], Change], inputs: Activations | None = None, tokens: Tokens | None = None
+    ) -> JudgedText:
+        """Return the same text as judged by a model with a mistake, and by what rounding does there.
+
+        Parameters
+        ----------
+        change : callable
+            The mistake.
+        inputs, tokens : optional
+            Other inputs of the model, and the text as they have it.
+        """
+        passes = Passes(
+            model=self.passes.model,
+            inputs=self.passes.inputs if inputs is None else inputs,
+            watch=lambda: None,
+            step=self.passes.step,
+            change=change,
+        )
+        tokens = self.tokens if tokens is None else tokens
+        ends = end_ids(passes.model)
+        logits = logits_of(passes.of("right", change), tokens, ends)
+        exact = TokenFigures.of(logits, self.chosen, ends)
+        compared = _Compared.of(logits, exact, self.chosen)
+        unjudged = _Unjudged(
+            tokens=tokens,
+            passes=passes,
+            exact=exact,
+            compared=compared,
+            right=compared.figures(logits),
+            decides=self.decides,
+        )
+        return unjudged.judged_in(self.arithmetic)
+
     @property
     def places(self) -> list[int]:
         """Places in the text of the tokens that are judged, from 0 on."""
@@ -306,6 +343,16 @@ class JudgedText:
         """
         changed, own = self._ratios_of(figures), self._ratios_of(self.exact)
         return changed is None or own is None or bool(changed.square().sum() < own.square().sum())
+
+    def is_near(self, figures: TokenFigures) -> bool:
+        """Report whether log probabilities are a hundred times nearer to these figures than to the model's own.
+
+        They may still be beyond what rounding makes of the model's own: a mistake can make more of it.
+        """
+        changed, own = self._ratios_of(figures), self._ratios_of(self.exact)
+        if changed is None or own is None:
+            return False
+        return bool(changed.max() <= _NEAR) and bool(own.max() >= 100 * changed.max())
 
     def _ratios_of(self, figures: TokenFigures) -> torch.Tensor | None:
         """Return errors over what rounding may do, `(tokens,)`; None where no log probability came with the text."""
@@ -439,7 +486,7 @@ def _noisy_figures(
 
     def compute(seed: int) -> torch.Tensor:
         step(f"with noise ({seed + 1} of {count})")
-        with arithmetic.of_parameters(model):
+        with passes.change(), arithmetic.of_parameters(model):
             kernels = half_kernels.replacement(model, len(tokens.prompt) + len(tokens.ids))
             # the cache inside the noise: it has to see keys and values before attention is computed otherwise
             with half_kernels.computing(kernels), with_noise(Products(), seed), arithmetic.of_cache(seed):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
@@ -70,6 +70,8 @@ class Passes:
     step: Callable[[str], None]
     """Called with the name of a pass before it begins."""
     room: Room = field(default_factory=Room)
+    change: Callable[[], Change] = nullcontext
+    """What is wrong with the model in passes with noise."""
     _known: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def of(self, name: str, change: Callable[[], Change]) -> torch.Tensor:
@@ -103,9 +105,7 @@ class Passes:
     def deciding_freely(self, *, decides: bool) -> Passes:
         """Return passes of which each decides by itself; what is known is known to them where nothing decides."""
         known = {} if decides else self._known
-        return Passes(
-            model=self.model, inputs=self.inputs, watch=lambda: None, step=self.step, room=self.room, _known=known
-        )
+        return replace(self, watch=lambda: None, _known=known)
 
     def with_noise(self, name: str, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Return the float64 logits of a pass with noise, which are kept as their distance from the right ones."""

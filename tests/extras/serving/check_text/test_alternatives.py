@@ -222,3 +222,23 @@ def test_a_change_that_repairs_one_token_by_chance_explains_nothing(llama: Path)
     assert asked.fits(moves_all) is None
     moves_the_first = replace(judged.exact, logprobs=judged.exact.logprobs + off)
     assert asked.fits(moves_the_first) is not None
+
+
+def test_a_mistake_that_makes_more_rounding_is_judged_by_its_own(llama: Path) -> None:
+    case = case_of(llama, on_llama(llama, LORA))
+    (text,) = texts_of(loaded(case), PROMPTS[:1], drawn=True)
+    tokens = Tokens(prompt=PROMPTS[0], ids=[int(one) for one in text.text], is_exact=True, logprobs=text.logprobs)
+    right = JudgedText.of(loaded(case), tokens, None, lambda _: None)
+    far = (right.exact.logprobs + 1000 * right.allowed_logprobs).tolist()
+    judged = replace(right, tokens=replace(tokens, logprobs=far))
+    asked = AskedText(text=text, judged=judged, tokenizer=None)
+    # three times what rounding makes of the right model, and all of it far from that
+    near = replace(right.exact, logprobs=right.exact.logprobs + 997 * right.allowed_logprobs)
+    assert asked.fits(near) is None
+    assert asked.fits(near, again=lambda: judged) is None, "it is beyond the mistake's own rounding too"
+    assert asked.fits(near, again=lambda: right) is not None
+    as_far = replace(right.exact, logprobs=right.exact.logprobs + 900 * right.allowed_logprobs)
+    assert asked.fits(as_far, again=lambda: right) is None, "too far to be asked"
+    same = judged.under(nullcontext)
+    torch.testing.assert_close(same.exact.logprobs, right.exact.logprobs)
+    torch.testing.assert_close(same.noisy_logprobs, right.noisy_logprobs)
