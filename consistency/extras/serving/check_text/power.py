@@ -5,7 +5,10 @@ deviation :math:`\sigma` of two healthy passes, :math:`\chi^2 = \sum d^2 / \sigm
 the distances of the two adapters' passes from each other: for a text of the second adapter
 :math:`\chi_2^2 - \chi_1^2` has the mean :math:`-D^2` and the standard deviation 2 D. So the second is ruled out where
 it is more than `_DEVIATIONS` of these above its mean, and the first in the same way. The deviation is taken twice as
-large as passes show it: a device may round in other ways (`numerics.rules.LEAST_FACTOR`).
+large as passes show it: a device may round in other ways (`numerics.rules.LEAST_FACTOR`). The sum over tokens of the
+product of both distances, whose deviation that is, has in it what single tokens differ by, where rounding makes more of
+these than of most: it is at least that of a sum of these products with signs by chance. An error that all log
+probabilities of a text have alike adds to that sum, and may be as large as rounding makes it.
 
 Of tokens that were drawn, the likelihood tells: the chance that a model writes a text to which another one gives c
 times its own probability is 1/c at most (Markov), so c is `1 / FALSE_ALARM`.
@@ -29,6 +32,9 @@ from consistency.numerics.rules import FALSE_ALARM, LEAST_FACTOR
 
 _DEVIATIONS = 6.0
 """Standard deviations that chance does not reach: a normal deviate exceeds them once in 10⁹."""
+
+_MOST_HEALTHY = 4.0
+"""Ratio of the screen up to which a difference is taken for one of rounding."""
 
 _LEAST_TEXTS = 4
 """Texts from which on a leaning is looked for: its error is taken between texts."""
@@ -79,14 +85,20 @@ def _is_ruled_out(plain: PlainText, other: PlainText, screen: Screen) -> bool:
         return False
     # two passes, each with its own rounding
     deviations = LEAST_FACTOR * math.sqrt(2) * screen.deviation * plain.figures.weights + _TINY
-    own, of_other = (
-        (distances.nan_to_num(0.0) / deviations).square().sum() for distances in (own_distances, other_distances)
-    )
+    own, of_other = (distances.nan_to_num(0.0) / deviations for distances in (own_distances, other_distances))
     apart = (own_distances - other_distances).nan_to_num(0.0) / deviations
     distance = float(apart.square().sum())
     if distance == 0:
         return False
-    return float(own - of_other) > -distance + 2 * _DEVIATIONS * math.sqrt(distance)
+    # rounding may make more of single tokens than of most: then what they differ by is their deviation
+    ratios = screen.logprob_ratios(plain)
+    assert ratios is not None
+    healthy = own * (_MOST_HEALTHY / ratios.clamp_min(_MOST_HEALTHY))
+    by_tokens = LEAST_FACTOR * float((apart * healthy).square().sum().sqrt())
+    deviation = 2 * max(math.sqrt(distance), by_tokens)
+    # an error that all log probabilities have alike, as that of a softmax's sum, does not average out
+    by_all = 2 * screen.error_of_all(plain) * abs(float((apart / deviations).sum()))
+    return float(own.square().sum() - of_other.square().sum()) > -distance + _DEVIATIONS * deviation + by_all
 
 
 _TINY = 1e-9

@@ -154,6 +154,10 @@ class Screen:
             return None
         return self._ratios_of_differences(differences, plain)
 
+    def error_of_all(self, plain: PlainText) -> float:
+        """Return the largest error that all log probabilities of a text may have alike."""
+        return plain.tokens.logprob_rounding + log_softmax_error(plain.figures.vocabulary)
+
     def _ratios_of_differences(self, differences: torch.Tensor, plain: PlainText) -> torch.Tensor:
         of_all = plain.tokens.logprob_rounding + log_softmax_error(plain.figures.vocabulary)
         allowed = (
