@@ -261,7 +261,10 @@ WRONG = {
     "weights in 8 bits": Kind(change=lambda model, _: _weights_in_eight_bits(model), wanted="no name"),
     "other epsilon": Kind(change=lambda model, _: _other_epsilon(model), wanted="no name"),
     "repetition penalty": Kind(
-        is_drawn=False, processors=[RepetitionPenaltyLogitsProcessor(1.3)], wanted="repetition penalty"
+        is_drawn=False,
+        is_raw=False,
+        processors=[RepetitionPenaltyLogitsProcessor(1.3)],
+        wanted="repetition penalty 1.3",
     ),
     "log probabilities one late": Kind(given=_one_late, wanted="a delay of one token"),
     "log probabilities in bfloat16": Kind(

@@ -67,7 +67,8 @@ class RolloutWriter:
         """Return rollouts of a kind."""
         prompts = [kind.prompt(list(prompt)) for prompt in self.prompts]
         longest = max(map(len, prompts))
-        ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
+        padding = self.ends[0]  # what a batch is filled up with where a tokenizer has no other token for it
+        ids = torch.tensor([[padding] * (longest - len(prompt)) + prompt for prompt in prompts])
         mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
         if kind.sees_padding:
             mask = torch.ones_like(mask)

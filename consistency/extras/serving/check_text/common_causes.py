@@ -112,6 +112,6 @@ def _common(
 
 _DIFFERS_BY_TEXT: dict[Explanation, str] = {
     TextCause.OFF_FROM: "a token that differs from text to text",
-    TextCause.PROMPT_PADDED: "tokens, as many as differ from text to text,",
+    TextCause.PROMPT_PADDED: "a number of tokens that differs from text to text",
 }
 """What stands for the subject of a cause where each text has its own."""

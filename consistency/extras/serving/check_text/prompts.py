@@ -16,6 +16,9 @@ Prompt = tuple[TextCause, str, list[int]]
 _LEAST_CUT = 4
 """Tokens that a prompt is cut to, at least."""
 
+_PADDING = ("pad_token_id", "eos_token_id")
+"""Tokens that prompts are filled up with."""
+
 _MOST_PADDING = 8
 """Tokens of padding that are tried, at most: each number takes a pass."""
 
@@ -125,16 +128,15 @@ def _are_messages(prompt: Any) -> bool:
 
 def _padded(prompt: list[int], tokenizer: Any, model: Any) -> Iterator[Prompt]:
     """Yield the prompt after tokens of padding, which stand before it in a batch of prompts of unequal lengths."""
-    padding = getattr(tokenizer, "pad_token_id", None)
     generation = getattr(base_of(model), "generation_config", None)
-    for other in ("pad_token_id", "eos_token_id"):
-        if padding is None:
-            padding = getattr(generation, other, None)
     has_encoder = getattr(getattr(base_of(model), "config", None), "is_encoder_decoder", False)
-    if not isinstance(padding, int) or has_encoder:
+    # where both are one token, no mask can be made from the ids: so prompts are passed without one
+    tokens = [getattr(holder, name, None) for holder in (tokenizer, generation) for name in _PADDING]
+    if has_encoder:
         return
-    for count in range(1, _MOST_PADDING + 1):
-        yield TextCause.PROMPT_PADDED, f"{count} tokens" if count > 1 else "one token", [padding] * count + prompt
+    for padding in dict.fromkeys(token for token in tokens if isinstance(token, int)):
+        for count in range(1, _MOST_PADDING + 1):
+            yield TextCause.PROMPT_PADDED, f"{count} tokens" if count > 1 else "one token", [padding] * count + prompt
 
 
 def _cut(prompt: list[int]) -> Iterator[Prompt]:

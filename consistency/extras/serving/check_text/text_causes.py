@@ -60,7 +60,7 @@ class TextCause(Explanation):
     )
     PROMPT_PADDED = (
         "prompt-padded",
-        "after {} of padding before the prompt, which the model saw",
+        "after padding before the prompt, which the model saw: {}",
         "pass attention_mask with padded prompts to generate(), or send the engine prompts without padding",
     )
     PREFIX = (

@@ -198,4 +198,4 @@ def test_padding_that_was_seen(case: Case, counts: tuple[int, ...]) -> None:
     assert report.exit_status == 1
     cause, about = _named(report)
     assert cause == TextCause.PROMPT_PADDED.value
-    assert about == ("3 tokens" if counts[0] == 3 else "tokens, as many as differ from text to text,")
+    assert about == ("3 tokens" if counts[0] == 3 else "a number of tokens that differs from text to text")
