@@ -40,7 +40,7 @@ from consistency.extras.serving.engine_outputs.explanations import merges, mista
 from consistency.extras.serving.engine_outputs.layer_search import by_block, by_kind, named, search
 from consistency.extras.serving.engine_outputs.passes import Change, Passes
 from consistency.worker.model.merging import MergeRefusedError, adapted_layers
-from consistency.worker.model.running import Activations, base_of, matrix_elements
+from consistency.worker.model.running import Activations, base_of, is_of_the_model, matrix_elements
 
 _CACHE_BLOCK = 16
 """Tokens of a block of keys and values, as vLLM keeps them by default."""
@@ -277,10 +277,19 @@ class AskedText:
         return self._fits_with(inputs_of(self.judged.passes.model, tokens), about, tokens)
 
     def _fits_with(self, inputs: Activations, about: str, tokens: Tokens | None = None) -> Explained | None:
-        """Return how other inputs explain the text."""
+        """Return how other inputs explain the text; None where the model takes no such inputs.
+
+        Some models have no positions beyond the text, and some no mask of two dimensions.
+        """
         passes = self.judged.passes
         with_inputs = Passes(model=passes.model, inputs=inputs, watch=lambda: None, step=passes.step)
-        figures = self.judged.figures(with_inputs.of("other inputs", nullcontext), tokens)
+        try:
+            logits = with_inputs.of("other inputs", nullcontext)
+        except Exception as error:  # model code of any kind may raise anything
+            if not is_of_the_model(error, passes.model):
+                raise
+            return None
+        figures = self.judged.figures(logits, tokens)
         return self.fits(figures, about, lambda: self.judged.under(nullcontext, inputs, tokens))
 
     def _seeing_others(self) -> Explained | None:
@@ -289,11 +298,10 @@ class AskedText:
         wrong = [judged.places[number] for number in (~self._fit_each(judged.exact)).nonzero()[:, 0].tolist()]
         fitting, extents = list[str](), list[Extent]()
         for about, window in other_windows(model, judged.tokens, wrong):
-            with suppress(Exception):  # models of any kind, some of which take no mask of two dimensions
-                explained = self._fits_with(seeing(judged.passes.inputs, window, _dtype_of(model)), about)
-                if explained is not None:
-                    fitting.append(about)
-                    extents.append(explained.extent)
+            explained = self._fits_with(seeing(judged.passes.inputs, window, _dtype_of(model)), about)
+            if explained is not None:
+                fitting.append(about)
+                extents.append(explained.extent)
         if not fitting:
             return None
         extent = Extent.TOKENS if Extent.TOKENS in extents else Extent.LOGPROBS

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import peft
 import pytest
 import torch
+import transformers
 
 from consistency.case.case import Case
 from consistency.case.named_adapters import NamedAdapter
@@ -21,7 +23,7 @@ from consistency.extras.serving.check_text.text_causes import TextCause
 from consistency.extras.serving.check_text.texts import Text
 from consistency.worker.model.merging import adapted_layers
 from tests.extras.serving.check_text.made_texts import LORA, PROMPTS, loaded, texts_of
-from tests.worker.model.made_models import a_llama, case_of, on_llama, saved
+from tests.worker.model.made_models import a_llama, adapter_on, case_of, on_llama, saved
 
 pytestmark = [pytest.mark.filterwarnings("ignore")]
 
@@ -199,3 +201,23 @@ def test_padding_that_was_seen(case: Case, counts: tuple[int, ...]) -> None:
     cause, about = _named(report)
     assert cause == TextCause.PROMPT_PADDED.value
     assert about == ("3 tokens" if counts[0] == 3 else "a number of tokens that differs from text to text")
+
+
+def test_a_text_that_fills_a_model_of_learned_positions_has_no_room_for_some_mistakes(tmp_path: Path) -> None:
+    """One token of padding more, or positions one further, are past the end of its table."""
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        n_embd=32, n_layer=2, n_head=4, vocab_size=64, n_positions=20, eos_token_id=0, bos_token_id=0
+    )
+    base = saved(transformers.GPT2LMHeadModel(config), tmp_path / "base")
+    lora = peft.LoraConfig(r=8, lora_alpha=12, target_modules=["c_attn"], fan_in_fan_out=True)
+    case = case_of(base, adapter_on(transformers.GPT2LMHeadModel.from_pretrained(base), lora, tmp_path / "adapter"))
+    model = loaded(case)
+    layers = [layer for _, layer in adapted_layers(model)]
+    for layer in layers:
+        layer.scaling["default"] *= 1.37  # nothing explains this
+    report = check_text(case, texts_of(model, [[1, 2, 3, 4], [9, 8, 7, 6]], tokens=17, drawn=True))
+    assert (report.exit_status, report.causes, report.logprob_causes) == (1, (), ())
+    with model.disable_adapter():
+        texts = texts_of(model, [[1, 2, 3, 4], [9, 8, 7, 6]], tokens=17, drawn=True)
+    assert _named(check_text(case, texts)) == (Cause.IGNORED.value, "")
