@@ -23,7 +23,7 @@ from consistency.extras.serving.check_text.text_causes import TextCause
 from consistency.extras.serving.check_text.texts import Text
 from consistency.worker.model.merging import adapted_layers
 from tests.extras.serving.check_text.made_texts import LORA, PROMPTS, loaded, texts_of
-from tests.worker.model.made_models import a_llama, adapter_on, case_of, on_llama, saved
+from tests.worker.model.made_models import SIZES, a_llama, adapter_on, case_of, on_llama, saved
 
 pytestmark = [pytest.mark.filterwarnings("ignore")]
 
@@ -221,3 +221,17 @@ def test_a_text_that_fills_a_model_of_learned_positions_has_no_room_for_some_mis
     with model.disable_adapter():
         texts = texts_of(model, [[1, 2, 3, 4], [9, 8, 7, 6]], tokens=17, drawn=True)
     assert _named(check_text(case, texts)) == (Cause.IGNORED.value, "")
+
+
+def test_a_window_that_an_engine_does_not_know(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    sizes = {**SIZES, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    config = transformers.MistralConfig(**sizes, sliding_window=8, max_position_embeddings=64)
+    base = saved(transformers.MistralForCausalLM(config), tmp_path / "base")
+    case = case_of(base, adapter_on(transformers.MistralForCausalLM.from_pretrained(base), LORA, tmp_path / "adapter"))
+    assert check_text(case, texts_of(loaded(case), PROMPTS[:3], drawn=True)).verdict == "consistent"
+    without_window = transformers.MistralForCausalLM.from_pretrained(base, sliding_window=None)
+    model = peft.PeftModel.from_pretrained(without_window, tmp_path / "adapter").eval()
+    report = check_text(case, texts_of(model, PROMPTS[:3], drawn=True))
+    assert report.exit_status == 1
+    assert _named(report) == (TextCause.WINDOW.value, "all tokens before it, and not the last 8 alone")
