@@ -51,7 +51,7 @@ _MOST_WORK = 1 << 35
 _LEAST_TELLING = 8
 _TELLING = 16.0
 """Tokens, and median of what their log probabilities are off by over what rounding explains, that tell mistakes apart.
-"""
+Without log probabilities, tokens that are not the most likely ones."""
 
 _LEAST_SINGLE = 2
 """Single tokens of a text that are taken for more than an accident."""
@@ -133,12 +133,15 @@ class AskedText:
     layer_sets: dict[str, LayerSet] = field(default_factory=dict)
 
     def tells_apart(self) -> bool:
-        """Report whether no two mistakes explain the text: its log probabilities are commonly far from the model's.
+        """Report whether no two mistakes explain the text: it is commonly far from what the model writes.
 
-        Both would have to come within rounding of them, at each token, from as far.
+        Both would have to come within rounding of its log probabilities, at each token, from as far; or to make each of
+        many tokens the most likely one that is not.
         """
         ratios = self.judged.logprob_ratios
-        return ratios is not None and len(ratios) >= _LEAST_TELLING and float(ratios.median()) >= _TELLING
+        if ratios is None:
+            return int((self.judged.exact.gaps > self.judged.allowed_gaps).sum()) >= _LEAST_TELLING
+        return len(ratios) >= _LEAST_TELLING and float(ratios.median()) >= _TELLING
 
     def with_adapters(self) -> Iterator[Alternative]:
         """Yield mistakes with the adapter, or with others."""

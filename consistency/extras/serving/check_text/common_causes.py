@@ -53,6 +53,10 @@ def causes_of(asked: Sequence[AskedText], *, greedily: bool = False) -> Causes |
     return None
 
 
+_SLIGHT = frozenset({TextCause.PREFIX, TextCause.PROMPT_PADDED, TextCause.WINDOW, TextCause.POSITIONS})
+"""Mistakes of which many are tried and some change little: by chance one may make the few tokens of a healthy text that
+were drawn the most likely ones. So they are named only where something is wrong without them."""
+
 Alternatives = Callable[[AskedText], Iterator[Alternative]]
 """Yields what may explain a text."""
 
@@ -85,7 +89,8 @@ def _explaining_one(
     for alternatives_of in step:
         for alternative in alternatives_of(asked):
             is_ruled_out = common is not None and alternative.cause not in common
-            if is_ruled_out or alternative.cause in found:
+            is_too_slight = greedily and alternative.cause in _SLIGHT
+            if is_ruled_out or is_too_slight or alternative.cause in found:
                 continue
             explained = alternative.try_it()
             if explained is None or (greedily and explained.extent is not Extent.TOKENS):
