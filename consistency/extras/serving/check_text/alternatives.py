@@ -36,7 +36,7 @@ from consistency.extras.serving.check_text.rotary_positions import other_rotary_
 from consistency.extras.serving.check_text.seen_tokens import other_positions, other_windows, seeing
 from consistency.extras.serving.check_text.text_causes import TextCause
 from consistency.extras.serving.check_text.texts import Text, Tokens
-from consistency.extras.serving.engine_outputs.explanations import merges, mistakes
+from consistency.extras.serving.engine_outputs.explanations import MOST_WORK, merges, mistakes
 from consistency.extras.serving.engine_outputs.layer_search import by_block, by_kind, named, search
 from consistency.extras.serving.engine_outputs.passes import Change, Passes
 from consistency.worker.model.merging import MergeRefusedError, adapted_layers
@@ -45,13 +45,11 @@ from consistency.worker.model.running import Activations, base_of, is_of_the_mod
 _CACHE_BLOCK = 16
 """Tokens of a block of keys and values, as vLLM keeps them by default."""
 
-_MOST_WORK = 1 << 35
-"""Elements of the model's matrices times passes of a search."""
-
 _LEAST_TELLING = 8
 _TELLING = 16.0
-"""Tokens, and median of what their log probabilities are off by over what rounding explains, that tell mistakes apart.
-Without log probabilities, tokens that are not the most likely ones."""
+"""Tokens, and median of what their log probabilities are off by over what rounding explains, from which on the search
+ends with what explains the text. Both are chosen, not derived.
+Without log probabilities the first is of tokens that are not the most likely ones."""
 
 _LEAST_SINGLE = 2
 """Single tokens of a text that are taken for more than an accident."""
@@ -133,10 +131,10 @@ class AskedText:
     layer_sets: dict[str, LayerSet] = field(default_factory=dict)
 
     def tells_apart(self) -> bool:
-        """Report whether no two mistakes explain the text: it is commonly far from what the model writes.
+        """Report whether a second mistake would hardly explain the text too: it is commonly far from the model's.
 
-        Both would have to come within rounding of its log probabilities, at each token, from as far; or to make each of
-        many tokens the most likely one that is not.
+        That one would have to come within rounding of the same log probabilities at every token, or to make the same
+        tokens the most likely ones. Mistakes that come to the same are tried together, so none of these is lost.
         """
         ratios = self.judged.logprob_ratios
         if ratios is None:
@@ -320,7 +318,7 @@ class AskedText:
         layers = list(adapted_layers(passes.model))
         for group in (by_kind, by_block):
             groups = group(layers)
-            if len(groups) < 2 or len(groups) * matrix_elements(passes.model) > _MOST_WORK:
+            if len(groups) < 2 or len(groups) * matrix_elements(passes.model) > MOST_WORK:
                 continue
             found = self._searched(groups, by, writer)
             if found is not None:

@@ -9,6 +9,7 @@ from unittest import mock
 
 import torch
 
+from consistency.extras.serving.engine_outputs.passes import without
 from consistency.worker.model.merging import adapted_layers
 from consistency.worker.model.running import base_of
 
@@ -73,9 +74,7 @@ def layers_by(layers: Sequence[Any], writer: str | None) -> Iterator[None]:
         with _active_in(layers, writer):
             yield
         return
-    with ExitStack() as stack:
-        for layer in layers:
-            stack.enter_context(mock.patch.object(layer, "_disable_adapters", True))
+    with without(layers):
         yield
 
 

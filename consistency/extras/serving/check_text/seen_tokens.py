@@ -19,7 +19,7 @@ _SHIFTED = {
     "one lower from the first token of the text on": (0, -1),
     "counted from 1 on": (1, 1),
 }
-"""What is added to the positions of the prompt, and to those of the text."""
+"""Two numbers for each kind of positions: the first is added to those of the prompt, the second to the text's."""
 
 
 def other_windows(model: Any, tokens: Tokens, wrong_places: Sequence[int]) -> Iterator[tuple[str, int]]:

@@ -35,7 +35,7 @@ from consistency.worker.model.loading import ADAPTER_NAME
 from consistency.worker.model.merging import MergeRefusedError, adapted_layers, has_quantized_weight, weight_of
 from consistency.worker.model.running import base_of, matrix_elements
 
-_MOST_WORK = 1 << 35
+MOST_WORK = 1 << 35
 """Elements of the model's matrices times passes of a search: some 7 ns each for one sequence on one core, 4 minutes."""
 
 _MOST_MERGED = 1 << 30
@@ -172,7 +172,7 @@ def _explain_by_layers(question: Question) -> tuple[dict[Cause, tuple[str, float
     layers = list(adapted_layers(model))
     for group in (by_block, by_kind, by_name):
         groups = group(layers)
-        if len(groups) * matrix_elements(model) > _MOST_WORK:
+        if len(groups) * matrix_elements(model) > MOST_WORK:
             return {}, False
         names, ratio = _without(question, groups)
         if ratio <= 1:

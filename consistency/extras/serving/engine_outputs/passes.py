@@ -71,7 +71,7 @@ class Passes:
     """Called with the name of a pass before it begins."""
     room: Room = field(default_factory=Room)
     change: Callable[[], Change] = nullcontext
-    """What is wrong with the model in passes with noise."""
+    """A mistake that the model makes in passes with noise; by default it makes none."""
     _known: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def of(self, name: str, change: Callable[[], Change]) -> torch.Tensor:

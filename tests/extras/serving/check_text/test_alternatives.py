@@ -6,6 +6,7 @@ import shutil
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -17,7 +18,8 @@ from tokenizers.processors import TemplateProcessing
 from consistency.case.builtin import builtin_folder
 from consistency.case.case import Case
 from consistency.case.named_adapters import NamedAdapter
-from consistency.extras.serving.check_text.alternatives import AskedText
+from consistency.extras.serving.check_text import common_causes
+from consistency.extras.serving.check_text.alternatives import Alternative, AskedText, Explained, Extent
 from consistency.extras.serving.check_text.judge_texts import check_text
 from consistency.extras.serving.check_text.judged_text import JudgedText
 from consistency.extras.serving.check_text.options import TextOptions
@@ -242,3 +244,20 @@ def test_a_mistake_that_makes_more_rounding_is_judged_by_its_own(llama: Path) ->
     same = judged.under(nullcontext)
     torch.testing.assert_close(same.exact.logprobs, right.exact.logprobs)
     torch.testing.assert_close(same.noisy_logprobs, right.noisy_logprobs)
+
+
+@pytest.mark.parametrize("cause", [TextCause.PREFIX, TextCause.WINDOW, TextCause.ROTARY])
+def test_mistakes_that_change_little_accuse_no_text_that_is_right(
+    monkeypatch: pytest.MonkeyPatch, cause: TextCause
+) -> None:
+    """A right text was drawn; a slight mistake may make its few unlikely tokens the most likely ones by chance."""
+    explained = Alternative(cause=cause, try_it=lambda: Explained(extent=Extent.TOKENS))
+    monkeypatch.setattr(common_causes, "_MISTAKES", (lambda _: iter([explained]),))
+    for other in ("merges", "parts", "penalties", "single_tokens"):
+        monkeypatch.setattr(AskedText, other, lambda _: iter(()))
+    asked: Any = SimpleNamespace(
+        tells_apart=lambda: False, judged=SimpleNamespace(tokens=SimpleNamespace(judged_logprobs=None))
+    )
+    assert common_causes.causes_of([asked]) is not None, "of a wrong text each is named"
+    is_named = common_causes.causes_of([asked], greedily=True) is not None
+    assert is_named == (cause is TextCause.ROTARY)
