@@ -258,7 +258,7 @@ WRONG = {
     "first keys lost": Kind(seen=_without_first_keys, wanted="no name"),
     "padding is seen": Kind(sees_padding=True, wanted="padding"),
     "positions with a gap": Kind(gap=1, wanted="positions one further"),
-    "weights in 8 bits": Kind(change=lambda model, _: _weights_in_eight_bits(model), wanted="no name"),
+    "weights in 8 bits": Kind(change=lambda model, _: _weights_in_eight_bits(model), wanted="int8 by row"),
     "other epsilon": Kind(change=lambda model, _: _other_epsilon(model), wanted="no name"),
     "repetition penalty": Kind(
         is_drawn=False,

@@ -94,13 +94,18 @@ def test_a_word_has_its_phrases_of_moved_and_computed_tensors_and_of_copies(word
     assert (entry.headline, entry.summary) == (phrases[0], "; ".join(phrases))
 
 
+ABOUT = {Cause.WEIGHTS: ("few bits", "few bits", "float8_e4m3fn by row")}
+"""What stands in a sentence for what a mistake is about, where that is no layer: in headline, meaning and example."""
+
+
 @pytest.mark.parametrize("cause", Cause)
 def test_a_mistake_of_an_engine_has_its_sentence_and_its_advice(cause: Cause) -> None:
     entry = entry_of("mistake of an inference engine", cause)
-    assert entry.summary == cause.sentence("layers or modules")
-    assert entry.meaning.endswith(f": {cause.sentence('some layers')}.")
+    headline, meaning, example = ABOUT.get(cause, ("layers or modules", "some layers", "layers 2–3"))
+    assert entry.summary == cause.sentence(headline)
+    assert entry.meaning.endswith(f": {cause.sentence(meaning)}.")
     assert entry.action == f"{cause.todo[0].upper()}{cause.todo[1:]}."
-    assert entry.example.endswith(f": {cause.sentence('layers 2–3')}")
+    assert entry.example.endswith(f": {cause.sentence(example)}")
 
 
 @pytest.mark.parametrize("cause", TextCause)

@@ -87,6 +87,13 @@ class Cause(Explanation):
         "merge in float32 and convert after it, or leave the adapter unmerged",
     )
 
+    WEIGHTS = (
+        "rounded-weights",
+        "as if weights were in {}",
+        "look at the engine's option for weights (vLLM and SGLang: quantization; load_in_8bit), and at the folder that "
+        "it loads: what trains and what writes need the same weights, or the trainer has to correct for it",
+    )
+
     def sentence(self, about: str = "") -> str:
         """Return a sentence on the engine's mistake; `about` names the layers, if the phrase has a place for them."""
         return f"this engine answers {super().sentence(about)}"

@@ -9,8 +9,10 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 
 from consistency.capture.explanation import Explanation
+from consistency.extras.serving.causes import Cause
 from consistency.extras.serving.check_text.alternatives import Alternative, AskedText, Explained, Extent
 from consistency.extras.serving.check_text.text_causes import TextCause
+from consistency.extras.serving.check_text.told_weights import told_weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +34,8 @@ class Causes:
 def causes_of(asked: Sequence[AskedText], *, greedily: bool = False) -> Causes | None:
     """Return what explains each of these texts; None where nothing does.
 
-    Merges are tried where no mistake of another kind explains them, then layers and penalties. Single tokens come first
+    Merges are tried where no mistake of another kind explains them, then weights in few bits, layers and penalties.
+    Single tokens come first
     where log probabilities say that all others are right, and else last.
 
     Parameters
@@ -50,6 +53,10 @@ def causes_of(asked: Sequence[AskedText], *, greedily: bool = False) -> Causes |
         causes = _causes_by(step, asked, greedily=greedily)
         if causes is not None:
             return causes
+        if step == (AskedText.merges,) and not greedily:
+            weights = told_weights(asked)
+            if weights is not None:
+                return Causes(about={Cause.WEIGHTS: weights.about[0]}, extent=weights.extent)
     return None
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 import msgspec
 import torch
 
+from consistency.extras.serving.causes import Cause
 from consistency.extras.serving.check_text.alternatives import (
     AskedText,
     Extent,
@@ -21,6 +22,7 @@ from consistency.extras.serving.check_text.judging import MOST_EXPLAINED, SAMPLE
 from consistency.extras.serving.check_text.power import can_lean, leaning_to, tokens_to_tell
 from consistency.extras.serving.check_text.report import TextReport, TextResult, Told
 from consistency.extras.serving.check_text.text_causes import TextCause
+from consistency.extras.serving.check_text.told_weights import told_weights
 
 _MOST_IN_ARITHMETICS = 3
 """Wrong texts that other arithmetics of the writer are tried on."""
@@ -49,7 +51,7 @@ def with_causes(judging: Judging, report: TextReport, report_in: ReportIn) -> Te
     """Name the mistakes that explain the wrong texts, or that would have written sampled ones greedily."""
     wrong = [number for number, result in enumerate(report.texts) if _is_to_explain(judging, number, result)]
     if not wrong:
-        return _with_greedy_causes(judging, report)
+        return _with_weights_of_all(judging, report) or _with_greedy_causes(judging, report)
     causes = causes_of(_asked(judging, wrong))
     if causes is not None:
         return _as_explained(report, causes, wrong, min(len(wrong), MOST_EXPLAINED))
@@ -153,6 +155,18 @@ def _asked(judging: Judging, numbers: Sequence[int]) -> list[AskedText]:
         )
         for number in by_length[:MOST_EXPLAINED]
     ]
+
+
+def _with_weights_of_all(judging: Judging, report: TextReport) -> TextReport | None:
+    """Name the weights in few bits that put log probabilities off as a whole, though none by itself; None for none."""
+    if report.summary is None or not report.summary.is_beyond or report.summary.way:
+        return None
+    numbers = [number for number in judging.distinct(judging.sample) if not judging.is_of_another(number)]
+    weights = told_weights(_asked(judging, numbers))
+    if weights is None:
+        return None
+    cause = Cause.WEIGHTS
+    return msgspec.structs.replace(report, logprob_causes=(cause.value,), about={cause.value: weights.about[0]})
 
 
 def _with_greedy_causes(judging: Judging, report: TextReport) -> TextReport:

@@ -261,7 +261,7 @@ class TextReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         if not others:
             if self.summary is None or not self.summary.is_beyond:
                 return "right"
-            return "explained" if self.summary.way else "wrong"
+            return "explained" if self.summary.way or self.logprob_causes else "wrong"
         is_explained = bool(self.causes or self.logprob_causes) or all(result.logprobs_of for result in others)
         return "explained" if is_explained else "wrong"
 

@@ -98,15 +98,16 @@ class TextCause(Explanation):
     )
     CACHE = (
         "rounded-cache",
-        "with keys and values in {}",
-        "if the engine is meant to keep its cache so, say it by --kv-dtype; else look at its option (vLLM: "
-        "kv_cache_dtype, llama.cpp: --cache-type-k and --cache-type-v)",
+        "with errors as large as keys and values in {} make",
+        "nothing else that was tried explains them. If the engine is meant to keep its cache so, say it by --kv-dtype; "
+        "else look at its option (vLLM: kv_cache_dtype, llama.cpp: --cache-type-k and --cache-type-v), and at those "
+        "for products in 8 bits, whose errors are as large",
     )
     COMPUTED_IN = (
         "computed-in-another-dtype",
-        "as if all were computed in {}",
-        "say by --dtype in which dtype the engine computes, or by --engine which one it is; else look at its option "
-        "(vLLM: dtype, OpenVINO: INFERENCE_PRECISION_HINT)",
+        "with errors as large as computing in {} makes",
+        "nothing else that was tried explains them. Say by --dtype in which dtype the engine computes, or by --engine "
+        "which one it is; else look at its option (vLLM: dtype, OpenVINO: INFERENCE_PRECISION_HINT)",
     )
     ROTARY = (
         "other-rotary-positions",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from consistency.capture.wording import some
 from consistency.extras.serving.causes import CAUSE, PLACES, ROWS, SEVERAL, Cause
 from consistency.extras.serving.engine_outputs.layer_search import by_block, by_kind, by_name, named, search
 from consistency.extras.serving.engine_outputs.passes import (
+    Change,
     Passes,
     Rounded,
     plain,
@@ -30,6 +31,7 @@ from consistency.extras.serving.engine_outputs.passes import (
     tied,
     without,
 )
+from consistency.extras.serving.engine_outputs.rounded_weights import FORMATS, WeightFormat, rounded, rounded_layers
 from consistency.numerics.rules import UNIT_ROUNDOFF, RoundingError, error_factor
 from consistency.worker.model.loading import ADAPTER_NAME
 from consistency.worker.model.merging import MergeRefusedError, adapted_layers, has_quantized_weight, weight_of
@@ -43,6 +45,9 @@ _MOST_MERGED = 1 << 30
 
 _LARGEST_LAYER = 1 << 26
 """Elements of the largest layer that is merged to explain outputs: five arrays of it in float64 take 2.5 GiB."""
+
+_ROUNDED_WEIGHTS = "weights in few bits"
+"""Said of formats that were not tried, in a line of a finding."""
 
 _NARROWER_MERGES = "merges in a narrower dtype"
 """Said of merges that were not tried, in a line of a finding."""
@@ -143,7 +148,7 @@ def explain(question: Question) -> Answer:
         return Answer()  # no finite outputs are near
     if question.mode == ADAPTER_OFF:
         ratio = question.ratio_of_logits(question.on)
-        return Answer(fits={Cause.LEFT_ON: ("", ratio)} if ratio <= 1 else {})
+        return Answer(fits={Cause.LEFT_ON: ("", ratio)}) if ratio <= 1 else _explain_base_by_weights(question)
     fits: dict[Cause, tuple[str, float]] = {}
     not_tried = []
     off = question.off
@@ -156,11 +161,53 @@ def explain(question: Question) -> Answer:
     if merges_not_tried:
         not_tried.append(merges_not_tried)
     if not fits:
+        fits, are_weights_tried = _explain_by_weights(question, nullcontext, question.on)
+        if not are_weights_tried:
+            not_tried.append(_ROUNDED_WEIGHTS)
+    if not fits:
         # some layers alone, only where no mistake with the whole adapter fits: a search takes many passes
         fits, is_searched = _explain_by_layers(question)
         if not is_searched:
             not_tried.append("layers without the adapter")
     return Answer(fits=fits, not_tried=tuple(not_tried))
+
+
+def _explain_base_by_weights(question: Question) -> Answer:
+    """Return what explains outputs of the base alone: weights in few bits."""
+    if question.off is None:
+        return Answer()
+    fits, are_tried = _explain_by_weights(question, question.passes.model.disable_adapter, question.off)
+    return Answer(fits=fits, not_tried=() if are_tried else (_ROUNDED_WEIGHTS,))
+
+
+def _explain_by_weights(
+    question: Question, also: Callable[[], Change], right: torch.Tensor
+) -> tuple[dict[Cause, tuple[str, float]], bool]:
+    """Return the format of weights in few bits that explains the outputs best, and whether formats were tried.
+
+    Parameters
+    ----------
+    also : callable
+        What is changed beside the weights.
+    right : torch.Tensor
+        Float64 logits of the model as it is. Weights that are hardly nearer than these explain nothing.
+    """
+    model = question.passes.model
+    if len(FORMATS) * matrix_elements(model) > MOST_WORK:
+        return {}, False
+
+    @contextmanager
+    def change(weights: WeightFormat) -> Iterator[None]:
+        with also(), rounded(model, weights):
+            yield
+
+    ratios = {}
+    for weights in FORMATS if rounded_layers(model) else ():
+        title = f"{question.mode}, weights in {weights.name}"
+        ratios[weights.name] = question.ratio_of_logits(question.passes.of(title, functools.partial(change, weights)))
+    name = min(ratios, key=lambda name: ratios[name], default="")
+    is_explained = name and ratios[name] <= min(1, question.ratio_of_logits(right) / 2)
+    return ({Cause.WEIGHTS: (name, ratios[name])} if is_explained else {}), True
 
 
 def _explain_by_layers(question: Question) -> tuple[dict[Cause, tuple[str, float]], bool]:

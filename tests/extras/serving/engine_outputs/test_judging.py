@@ -256,6 +256,20 @@ def test_mistakes_that_come_to_the_same_are_all_named(llama: Path, tmp_path: Pat
     assert "lora_alpha * sqrt(r)" in str(finding.next)
 
 
+@pytest.mark.parametrize("mode", [ON, OFF])
+def test_weights_in_few_bits_are_named(llama: Path, tmp_path: Path, mode: str) -> None:
+    """The engine has loaded the base in float8_e4m3fn, with a scale for each row."""
+    adapter, engine = small(llama, tmp_path)
+    for name, parameter in engine.model.named_parameters():
+        if parameter.dim() == 2 and "lora" not in name and "embed" not in name and "lm_head" not in name:
+            scales = parameter.data.abs().amax(1, keepdim=True) / torch.finfo(torch.float8_e4m3fn).max
+            parameter.data = (parameter.data / scales).to(torch.float8_e4m3fn).float() * scales
+    files = written(engine, tmp_path, {"quantized": {mode: engine.logits(off=mode == OFF)}})
+    ((finding,),) = errors(judged(llama, adapter, tmp_path, files)).values()
+    assert finding.kind == "rounded-weights"
+    assert "answers as if weights were in float8_e4m3fn by row" in finding.message
+
+
 def test_one_kind_in_one_block_is_named(tmp_path: Path) -> None:
     torch.manual_seed(0)
     config = transformers.LlamaConfig(**{**SIZES, "num_hidden_layers": 2}, num_key_value_heads=2)

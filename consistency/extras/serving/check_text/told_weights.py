@@ -1,0 +1,159 @@
+r"""Name the format that an engine rounded weights to, by the log probabilities of several texts together.
+
+Rounding weights moves each log probability by an amount that a pass with these weights shows, f. What the writer's log
+probabilities are off by, d, is regressed on it: the coefficient is 1 where the writer's weights are these, and its
+standard error small enough to tell that from 0. All else that is off is noise to this: the rounding of the dtype, and
+that of inputs, where an engine rounds them too. Of several formats that fit, the one with the largest coefficient in
+standard errors is named.
+
+The standard error is that of a sum of products with signs by chance, :math:`\sqrt{\sum f^2 r^2} / \sum f^2` with r what
+remains of d, and, from four texts on, at least the one between texts, whose tokens have errors in common. d and f are
+in units of what rounding explains at each token.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import torch
+
+from consistency.extras.serving.check_text.alternatives import AskedText, Explained, Extent
+from consistency.extras.serving.check_text.judged_text import JudgedText, TokenFigures
+from consistency.extras.serving.check_text.judging import dtype_of
+from consistency.extras.serving.engine_outputs.explanations import merges
+from consistency.extras.serving.engine_outputs.passes import Change
+from consistency.extras.serving.engine_outputs.rounded_weights import FORMATS, MergedAndRounded, rounded, rounded_layers
+from consistency.worker.model.merging import MergeRefusedError
+
+_DEVIATIONS = 6.0
+"""Standard errors that a coefficient has to be above 0: a normal deviate exceeds them once in 10⁹."""
+
+_FIRST_DEVIATIONS = 3.0
+"""Standard errors from which on a format is asked of more texts than the first."""
+
+_MOST_OFF = 3.0
+"""Standard errors that a coefficient may be off 1: what exceeds them is something else."""
+
+_LEAST_TEXTS = 4
+"""Texts from which on errors in common are seen between them."""
+
+_SLACK = 0.1
+"""Distance of a coefficient from 1 that is always allowed: a library may make a scale in another dtype."""
+
+
+@dataclass(slots=True)
+class _Candidate:
+    """Weights in a format, and what they move in the texts so far.
+
+    Attributes
+    ----------
+    figures : callable
+        Compute the figures of a text with these weights; None where PEFT refuses to merge.
+    errors, moved : list of torch.Tensor
+        For each text, what its log probabilities are off by, and what these weights move: `(tokens,)`, over what
+        rounding explains there.
+    extents : list
+        How the weights explain each text whole; None where something else is off too.
+    """
+
+    name: str
+    figures: Callable[[AskedText], TokenFigures | None]
+    errors: list[torch.Tensor] = field(default_factory=list)
+    moved: list[torch.Tensor] = field(default_factory=list)
+    extents: list[Extent | None] = field(default_factory=list)
+
+    def ask(self, asked: AskedText) -> None:
+        """Compute a text with these weights, and add what they move."""
+        figures = self.figures(asked)
+        judged = asked.judged
+        wanted = judged.tokens.judged_logprobs
+        assert wanted is not None
+        is_given = wanted.isfinite()
+        unit = judged.allowed_logprobs[is_given]
+        own = judged.exact.logprobs[is_given]
+        explained: Explained | None = None
+        moved = torch.zeros_like(own)
+        if figures is not None:
+            moved = (figures.logprobs[is_given] - own) / unit
+            explained = asked.fits(figures)
+        self.errors.append((wanted[is_given] - own) / unit)
+        self.moved.append(moved)
+        self.extents.append(None if explained is None else explained.extent)
+
+    def coefficient(self) -> tuple[float, float]:
+        """Return the coefficient and its standard error; a coefficient of 0 where nothing is moved."""
+        errors, moved = torch.cat(self.errors), torch.cat(self.moved)
+        total = float(moved.square().sum())
+        if total == 0 or not math.isfinite(float(errors.sum())):
+            return 0.0, 0.0
+        coefficient = float((errors * moved).sum()) / total
+        remaining = errors - coefficient * moved
+        error = float((moved * remaining).norm()) / total
+        if len(self.errors) >= _LEAST_TEXTS:
+            sums = [
+                float((of_text * (own - coefficient * of_text)).sum())
+                for own, of_text in zip(self.errors, self.moved, strict=True)
+            ]
+            error = max(error, math.hypot(*sums) / total)
+        return coefficient, error
+
+    def certainty(self) -> float:
+        """Return how many standard errors the coefficient is above 0; 0 where it is not 1."""
+        coefficient, error = self.coefficient()
+        if abs(coefficient - 1) > max(_SLACK, _MOST_OFF * error):
+            return 0.0
+        return coefficient / error if error else math.inf
+
+
+def told_weights(asked: Sequence[AskedText]) -> Explained | None:
+    """Return the weights in few bits that texts were written with; None where none is certain.
+
+    Only texts with log probabilities tell: such weights turn few tokens, as rounding does.
+    """
+    if not asked or any(each.judged.tokens.judged_logprobs is None for each in asked):
+        return None
+    candidates = _candidates(asked[0].judged)
+    for number, each in enumerate(asked):
+        for candidate in candidates:
+            candidate.ask(each)
+        least = _FIRST_DEVIATIONS if number == 0 else _DEVIATIONS / 2
+        candidates = [candidate for candidate in candidates if candidate.certainty() >= least]
+    if not candidates:
+        return None
+    likeliest = max(candidates, key=_Candidate.certainty)
+    if likeliest.certainty() < _DEVIATIONS:
+        return None
+    if None in likeliest.extents:
+        return Explained(extent=Extent.LOGPROBS, about=(f"{likeliest.name}, and other errors besides",))
+    are_greedy = set(likeliest.extents) == {Extent.TOKENS}
+    return Explained(extent=Extent.TOKENS if are_greedy else Extent.LOGPROBS, about=(likeliest.name,))
+
+
+def _candidates(judged: JudgedText) -> list[_Candidate]:
+    """Return all formats, of the base's weights and of their sums with the adapter."""
+    model = judged.passes.model
+    if not rounded_layers(model):
+        return []
+    candidates = []
+    for weights in FORMATS:
+        change = functools.partial(rounded, model, weights)
+
+        def of_base(asked: AskedText, name: str = weights.name, change: Callable[[], Change] = change) -> TokenFigures:
+            return asked.judged.figures(asked.judged.passes.of(f"weights in {name}", change))
+
+        candidates.append(_Candidate(weights.name, of_base))
+        if not merges(model):
+            continue
+        merge = MergedAndRounded(dtype=getattr(torch, dtype_of(model)), weights=weights)
+
+        def of_sums(asked: AskedText, merge: MergedAndRounded = merge) -> TokenFigures | None:
+            with suppress(MergeRefusedError):
+                return asked.judged.figures(asked.judged.passes.merged(merge))
+            return None
+
+        candidates.append(_Candidate(f"{weights.name}, rounded after the adapter was merged", of_sums))
+    return candidates
