@@ -194,11 +194,13 @@ def rounded_layers(model: torch.nn.Module) -> list[Any]:
     of_adapter = {id(each) for _, layer in adapted_layers(model) for each in layer.modules() if each is not layer}
     of_bases = {id(layer.get_base_layer()) for _, layer in adapted_layers(model)}
     head = base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None
+    # an adapter may be on the head, or save it whole
+    of_head = set() if head is None else {id(module) for module in head.modules()}
     layers = []
     for module in base.modules():
         is_linear = isinstance(module, torch.nn.Linear) or type(module).__name__ == "Conv1D"
         is_of_the_base = id(module) not in of_adapter or id(module) in of_bases
-        if not is_linear or not is_of_the_base or module is head:
+        if not is_linear or not is_of_the_base or id(module) in of_head:
             continue
         if is_quantized(module.weight):
             return []

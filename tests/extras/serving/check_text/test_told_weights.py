@@ -181,8 +181,10 @@ def test_a_format_of_blocks_that_do_not_fill_a_weight() -> None:
             assert torch.equal(found[rows, columns], float8_by_tensor(block))
 
 
-def test_the_head_and_the_adapter_are_not_rounded(case: Case) -> None:
-    model = loaded(case)
+@pytest.mark.parametrize("on_head", [{}, {"modules_to_save": ["lm_head"]}, {"target_modules": ["q_proj", "lm_head"]}])
+def test_the_head_and_the_adapter_are_not_rounded(case: Case, on_head: dict[str, list[str]]) -> None:
+    lora = peft.LoraConfig(**{"r": 4, "target_modules": ["q_proj"], **on_head})
+    model = peft.get_peft_model(transformers.LlamaForCausalLM.from_pretrained(case.base), lora)
     names = {id(module): name for name, module in model.named_modules()}
     found = [names[id(layer)] for layer in rounded_layers(model)]
     assert len(found) == 7 * SIZES["num_hidden_layers"] * 2
