@@ -94,7 +94,11 @@ def test_a_word_has_its_phrases_of_moved_and_computed_tensors_and_of_copies(word
     assert (entry.headline, entry.summary) == (phrases[0], "; ".join(phrases))
 
 
-ABOUT = {Cause.WEIGHTS: ("few bits", "few bits", "float8_e4m3fn by row")}
+ABOUT = {
+    Cause.WEIGHTS: ("few bits", "few bits", "float8_e4m3fn by row"),
+    Cause.ROTARY: (*["other rotary positions"] * 2, "rotary positions of base 10,000 (here 100,000)"),
+    Cause.FREQUENCIES: ("a half type", "a half type", "bfloat16"),
+}
 """What stands in a sentence for what a mistake is about, where that is no layer: in headline, meaning and example."""
 
 

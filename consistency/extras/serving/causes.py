@@ -87,6 +87,16 @@ class Cause(Explanation):
         "merge in float32 and convert after it, or leave the adapter unmerged",
     )
 
+    ROTARY = (
+        "other-rotary-positions",
+        "with {}",
+        "compare rope_theta and rope_scaling of the engine's config with those of the base's config.json",
+    )
+    FREQUENCIES = (
+        "rounded-rotary-frequencies",
+        "with rotary frequencies rounded to {}",
+        "load the base in that dtype, by dtype of from_pretrained: converting a loaded model converts its buffers too",
+    )
     WEIGHTS = (
         "rounded-weights",
         "as if weights were in {}",

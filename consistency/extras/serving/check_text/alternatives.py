@@ -32,13 +32,13 @@ from consistency.extras.serving.check_text.computed_in_parts import (
 from consistency.extras.serving.check_text.judged_text import JudgedText, TokenFigures, inputs_of
 from consistency.extras.serving.check_text.penalties import USUAL_PENALTIES
 from consistency.extras.serving.check_text.prompts import other_prompts
-from consistency.extras.serving.check_text.rotary_positions import other_rotary_positions
 from consistency.extras.serving.check_text.seen_tokens import other_positions, other_windows, seeing
 from consistency.extras.serving.check_text.text_causes import TextCause
 from consistency.extras.serving.check_text.texts import Text, Tokens
 from consistency.extras.serving.engine_outputs.explanations import MOST_WORK, merges, mistakes
 from consistency.extras.serving.engine_outputs.layer_search import by_block, by_kind, named, search
 from consistency.extras.serving.engine_outputs.passes import Change, Passes
+from consistency.extras.serving.engine_outputs.rotary_positions import other_rotary_positions, rounded_frequencies
 from consistency.worker.model.merging import MergeRefusedError, adapted_layers
 from consistency.worker.model.running import Activations, base_of, is_of_the_model, matrix_elements
 
@@ -166,7 +166,9 @@ class AskedText:
         """Yield other positions, and other tokens that each token sees."""
         judged, model = self.judged, self.judged.passes.model
         for about, change in other_rotary_positions(base_of(model)):
-            yield self._by_change(TextCause.ROTARY, about, about, change)
+            yield self._by_change(Cause.ROTARY, about, about, change)
+        for about, change in rounded_frequencies(base_of(model)):
+            yield self._by_change(Cause.FREQUENCIES, about, f"rotary frequencies in {about}", change)
         if "decoder_input_ids" not in judged.passes.inputs:
             yield Alternative(cause=TextCause.WINDOW, try_it=self._seeing_others)
             for about, inputs in other_positions(model, judged.tokens, judged.passes.inputs):

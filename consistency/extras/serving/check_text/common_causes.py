@@ -60,7 +60,9 @@ def causes_of(asked: Sequence[AskedText], *, greedily: bool = False) -> Causes |
     return None
 
 
-_SLIGHT = frozenset({TextCause.PREFIX, TextCause.PROMPT_PADDED, TextCause.WINDOW, TextCause.POSITIONS})
+_SLIGHT: frozenset[Explanation] = frozenset(
+    {TextCause.PREFIX, TextCause.PROMPT_PADDED, TextCause.WINDOW, TextCause.POSITIONS, Cause.FREQUENCIES}
+)
 """Mistakes of which many are tried and some change little: by chance one may make the few tokens of a healthy text that
 were drawn the most likely ones. So they are named only where something is wrong without them."""
 

@@ -109,8 +109,3 @@ class TextCause(Explanation):
         "nothing else that was tried explains them. Say by --dtype in which dtype the engine computes, or by --engine "
         "which one it is; else look at its option (vLLM: dtype, OpenVINO: INFERENCE_PRECISION_HINT)",
     )
-    ROTARY = (
-        "other-rotary-positions",
-        "with {}",
-        "compare rope_theta and rope_scaling of the engine's config with those of the base's config.json",
-    )

@@ -31,7 +31,8 @@ from consistency.extras.serving.engine_outputs.passes import (
     tied,
     without,
 )
-from consistency.extras.serving.engine_outputs.rounded_weights import FORMATS, WeightFormat, rounded, rounded_layers
+from consistency.extras.serving.engine_outputs.rotary_positions import other_rotary_positions, rounded_frequencies
+from consistency.extras.serving.engine_outputs.rounded_weights import FORMATS, rounded, rounded_layers
 from consistency.numerics.rules import UNIT_ROUNDOFF, RoundingError, error_factor
 from consistency.worker.model.loading import ADAPTER_NAME
 from consistency.worker.model.merging import MergeRefusedError, adapted_layers, has_quantized_weight, weight_of
@@ -46,8 +47,8 @@ _MOST_MERGED = 1 << 30
 _LARGEST_LAYER = 1 << 26
 """Elements of the largest layer that is merged to explain outputs: five arrays of it in float64 take 2.5 GiB."""
 
-_ROUNDED_WEIGHTS = "weights in few bits"
-"""Said of formats that were not tried, in a line of a finding."""
+_ANOTHER_BASE = "weights in few bits and other rotary positions"
+"""Said of changes of the base that were not tried, in a line of a finding."""
 
 _NARROWER_MERGES = "merges in a narrower dtype"
 """Said of merges that were not tried, in a line of a finding."""
@@ -148,7 +149,7 @@ def explain(question: Question) -> Answer:
         return Answer()  # no finite outputs are near
     if question.mode == ADAPTER_OFF:
         ratio = question.ratio_of_logits(question.on)
-        return Answer(fits={Cause.LEFT_ON: ("", ratio)}) if ratio <= 1 else _explain_base_by_weights(question)
+        return Answer(fits={Cause.LEFT_ON: ("", ratio)}) if ratio <= 1 else _explain_base_alone(question)
     fits: dict[Cause, tuple[str, float]] = {}
     not_tried = []
     off = question.off
@@ -161,9 +162,9 @@ def explain(question: Question) -> Answer:
     if merges_not_tried:
         not_tried.append(merges_not_tried)
     if not fits:
-        fits, are_weights_tried = _explain_by_weights(question, nullcontext, question.on)
-        if not are_weights_tried:
-            not_tried.append(_ROUNDED_WEIGHTS)
+        fits, are_tried = _explain_by_another_base(question, nullcontext, question.on)
+        if not are_tried:
+            not_tried.append(_ANOTHER_BASE)
     if not fits:
         # some layers alone, only where no mistake with the whole adapter fits: a search takes many passes
         fits, is_searched = _explain_by_layers(question)
@@ -172,42 +173,53 @@ def explain(question: Question) -> Answer:
     return Answer(fits=fits, not_tried=tuple(not_tried))
 
 
-def _explain_base_by_weights(question: Question) -> Answer:
-    """Return what explains outputs of the base alone: weights in few bits."""
+def _explain_base_alone(question: Question) -> Answer:
+    """Return what explains outputs of the base alone."""
     if question.off is None:
         return Answer()
-    fits, are_tried = _explain_by_weights(question, question.passes.model.disable_adapter, question.off)
-    return Answer(fits=fits, not_tried=() if are_tried else (_ROUNDED_WEIGHTS,))
+    fits, are_tried = _explain_by_another_base(question, question.passes.model.disable_adapter, question.off)
+    return Answer(fits=fits, not_tried=() if are_tried else (_ANOTHER_BASE,))
 
 
-def _explain_by_weights(
+def _explain_by_another_base(
     question: Question, also: Callable[[], Change], right: torch.Tensor
 ) -> tuple[dict[Cause, tuple[str, float]], bool]:
-    """Return the format of weights in few bits that explains the outputs best, and whether formats were tried.
+    """Return the change of the base that explains the outputs best, and whether such changes were tried.
 
     Parameters
     ----------
     also : callable
-        What is changed beside the weights.
+        What is changed beside the base.
     right : torch.Tensor
-        Float64 logits of the model as it is. Weights that are hardly nearer than these explain nothing.
+        Float64 logits of the model as it is. A base that is hardly nearer than these explains nothing.
     """
-    model = question.passes.model
-    if len(FORMATS) * matrix_elements(model) > MOST_WORK:
+    changes = list(_changes_of_the_base(question.passes.model))
+    if len(changes) * matrix_elements(question.passes.model) > MOST_WORK:
         return {}, False
 
     @contextmanager
-    def change(weights: WeightFormat) -> Iterator[None]:
-        with also(), rounded(model, weights):
+    def changed(change: Callable[[], Change]) -> Iterator[None]:
+        with also(), change():
             yield
 
-    ratios = {}
+    found: dict[Cause, tuple[str, float]] = {}
+    least = min(1.0, question.ratio_of_logits(right) / 2)
+    for cause, about, change in changes:
+        logits = question.passes.of(f"{question.mode}, {cause.value} {about}", functools.partial(changed, change))
+        ratio = question.ratio_of_logits(logits)
+        if ratio <= least:
+            found, least = {cause: (about, ratio)}, ratio
+    return found, True
+
+
+def _changes_of_the_base(model: torch.nn.Module) -> Iterator[tuple[Cause, str, Callable[[], Change]]]:
+    """Yield what an engine may have of the base that is not the base's, in words and as a change of the model."""
+    for about, change in other_rotary_positions(base_of(model)):
+        yield Cause.ROTARY, about, change
+    for about, change in rounded_frequencies(base_of(model)):
+        yield Cause.FREQUENCIES, about, change
     for weights in FORMATS if rounded_layers(model) else ():
-        title = f"{question.mode}, weights in {weights.name}"
-        ratios[weights.name] = question.ratio_of_logits(question.passes.of(title, functools.partial(change, weights)))
-    name = min(ratios, key=lambda name: ratios[name], default="")
-    is_explained = name and ratios[name] <= min(1, question.ratio_of_logits(right) / 2)
-    return ({Cause.WEIGHTS: (name, ratios[name])} if is_explained else {}), True
+        yield Cause.WEIGHTS, weights.name, functools.partial(rounded, model, weights)
 
 
 def _explain_by_layers(question: Question) -> tuple[dict[Cause, tuple[str, float]], bool]:

@@ -15,9 +15,11 @@ import torch
 import transformers
 from tokenizers.processors import TemplateProcessing
 
+from consistency.capture.explanation import Explanation
 from consistency.case.builtin import builtin_folder
 from consistency.case.case import Case
 from consistency.case.named_adapters import NamedAdapter
+from consistency.extras.serving.causes import Cause
 from consistency.extras.serving.check_text import common_causes
 from consistency.extras.serving.check_text.alternatives import Alternative, AskedText, Explained, Extent
 from consistency.extras.serving.check_text.judge_texts import check_text
@@ -69,6 +71,17 @@ def test_another_prompt(llama: Path, given: Any, cause: TextCause, about: str) -
     assert (healthy.exit_status, healthy.causes) == (0, ())
 
 
+def test_rotary_frequencies_that_were_rounded(llama: Path) -> None:
+    """A model that is converted as a whole has its buffers converted too."""
+    case = case_of(llama, on_llama(llama, LORA))
+    model = loaded(case)
+    rotary = model.get_base_model().model.rotary_emb
+    rotary.inv_freq = rotary.inv_freq.bfloat16().float()
+    report = check_text(case, texts_of(model, PROMPTS[:2]))
+    assert (report.exit_status, report.causes) == (1, (Cause.FREQUENCIES.value,))
+    assert "with rotary frequencies rounded to bfloat16" in "\n".join(report.lines())
+
+
 def test_other_rotary_positions(llama: Path) -> None:
     case = case_of(llama, on_llama(llama, LORA))
     model = loaded(case)
@@ -78,7 +91,7 @@ def test_other_rotary_positions(llama: Path) -> None:
     with mock.patch.object(rotary, "inv_freq", other):
         texts = texts_of(model, PROMPTS[:2])
     report = check_text(case, texts)
-    assert (report.exit_status, report.causes) == (1, (TextCause.ROTARY.value,))
+    assert (report.exit_status, report.causes) == (1, (Cause.ROTARY.value,))
     assert "rotary positions of base 500,000 (here 10,000)" in "\n".join(report.lines())
 
 
@@ -246,9 +259,9 @@ def test_a_mistake_that_makes_more_rounding_is_judged_by_its_own(llama: Path) ->
     torch.testing.assert_close(same.noisy_logprobs, right.noisy_logprobs)
 
 
-@pytest.mark.parametrize("cause", [TextCause.PREFIX, TextCause.WINDOW, TextCause.ROTARY])
+@pytest.mark.parametrize("cause", [TextCause.PREFIX, TextCause.WINDOW, Cause.FREQUENCIES, Cause.ROTARY])
 def test_mistakes_that_change_little_accuse_no_text_that_is_right(
-    monkeypatch: pytest.MonkeyPatch, cause: TextCause
+    monkeypatch: pytest.MonkeyPatch, cause: Explanation
 ) -> None:
     """A right text was drawn; a slight mistake may make its few unlikely tokens the most likely ones by chance."""
     explained = Alternative(cause=cause, try_it=lambda: Explained(extent=Extent.TOKENS))
@@ -260,4 +273,4 @@ def test_mistakes_that_change_little_accuse_no_text_that_is_right(
     )
     assert common_causes.causes_of([asked]) is not None, "of a wrong text each is named"
     is_named = common_causes.causes_of([asked], greedily=True) is not None
-    assert is_named == (cause is TextCause.ROTARY)
+    assert is_named == (cause is Cause.ROTARY)

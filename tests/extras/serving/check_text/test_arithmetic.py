@@ -164,7 +164,7 @@ def _other_rope(model: Any) -> AbstractContextManager[Any]:
     [
         (_scaled_by_two, Cause.TWICE.value),
         (_as_base, Cause.IGNORED.value),
-        (_other_rope, TextCause.ROTARY.value),
+        (_other_rope, Cause.ROTARY.value),
     ],
 )
 def test_mistakes_of_a_stated_engine_are_named(case: Case, mistake: Any, cause: str) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from consistency.case.case import Case
+from consistency.extras.serving.causes import Cause
 from consistency.extras.serving.check_text.judge_texts import check_text
 from consistency.extras.serving.check_text.options import TextOptions
 from consistency.extras.serving.check_text.text_causes import TextCause
@@ -44,5 +45,5 @@ def test_a_cache_in_float16_is_no_excuse_for_an_engine_that_has_none(case: Case)
 def test_the_rotary_positions_of_mlx_are_named(case: Case) -> None:
     """It reads `rope_theta` in config.json, where transformers 5 writes `rope_parameters`."""
     report = check_text(case, texts_by("mlx, other rope"), options=TextOptions(engine="mlx"))
-    assert (report.exit_status, report.causes) == (1, (TextCause.ROTARY.value,))
+    assert (report.exit_status, report.causes) == (1, (Cause.ROTARY.value,))
     assert "rotary positions of base 10,000 (here 100,000)" in "\n".join(report.lines())

@@ -270,6 +270,21 @@ def test_weights_in_few_bits_are_named(llama: Path, tmp_path: Path, mode: str) -
     assert "answers as if weights were in float8_e4m3fn by row" in finding.message
 
 
+@pytest.mark.parametrize("mode", [ON, OFF])
+def test_rotary_positions_are_named(llama: Path, tmp_path: Path, mode: str) -> None:
+    adapter, engine = small(llama, tmp_path)
+    rotary = engine.model.get_base_model().model.rotary_emb
+    own = rotary.inv_freq
+    rotary.inv_freq = own.bfloat16().float()
+    outputs = {"rounded": {mode: engine.logits(off=mode == OFF)}}
+    rotary.inv_freq = 1 / 1_000_000.0 ** (torch.arange(len(own)) / len(own))
+    outputs["other-base"] = {mode: engine.logits(off=mode == OFF)}
+    found = errors(judged(llama, adapter, tmp_path, written(engine, tmp_path, outputs)))
+    sentences = {name: finding.message for name, (finding,) in found.items()}
+    assert "with rotary frequencies rounded to bfloat16" in sentences["rounded"]
+    assert "with rotary positions of base 1,000,000 (here 10,000)" in sentences["other-base"]
+
+
 def test_one_kind_in_one_block_is_named(tmp_path: Path) -> None:
     torch.manual_seed(0)
     config = transformers.LlamaConfig(**{**SIZES, "num_hidden_layers": 2}, num_key_value_heads=2)
