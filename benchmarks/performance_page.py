@@ -146,7 +146,7 @@ _HEAD = """# Performance
 What `python -m benchmarks.performance_page --write` measured on {date}: {machine}; {libraries}.
 Each section has a command, which runs a script of `benchmarks/` and measures again on your machine, and what it
 printed. Machines are shared and noisy, so read the ratios: both sides took turns within one run. The
-[hardware log](hardware-log.md) has what was run for long.
+[hardware log](hardware-log.md) has what was run for long, [on paper](on-paper.md) what eight H100 should take.
 
 ## How long a command takes to start
 

@@ -63,6 +63,7 @@ SHAPES = {
     "small": _shape("float32", 1024, 2816, 8, 16, 4, 32000),
     "tinyllama": _shape("bfloat16", 2048, 5632, 22, 32, 4, 32000),
     "llama-8b": _shape("bfloat16", 4096, 14336, 32, 32, 8, 128256),
+    "two-blocks": _shape("bfloat16", 4096, 14336, 2, 32, 8, 4096),  # two blocks of llama-8b, few words
     "qwen-14b": _shape("bfloat16", 5120, 13824, 48, 40, 8, 152064),  # of the size of Qwen2.5 14B
     "llama-70b": _shape("bfloat16", 8192, 28672, 80, 64, 8, 128256),
 }
@@ -118,6 +119,12 @@ def make(folder: Path, shape: Shape, *, sparse: bool = False) -> None:
     _write_adapter(folder / "whole", shape, tensors, targets=("q_proj",), seed=4, modules_to_save=list(ends))
 
 
+def make_headers(folder: Path, shape: Shape) -> None:
+    """Write a base and its adapter `linear` as headers alone, which tell all sizes."""
+    _write_base(folder / "base", shape, sparse=True)
+    _write_adapter(folder / "linear", shape, adapter_tensors(shape, LINEAR), targets=LINEAR, seed=None)
+
+
 def _write_base(folder: Path, shape: Shape, *, sparse: bool) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(shape.config, indent=1), encoding="utf-8")
@@ -148,7 +155,7 @@ def _write_adapter(
     tensors: dict[str, tuple[int, ...]],
     *,
     targets: tuple[str, ...],
-    seed: int,
+    seed: int | None,
     modules_to_save: list[str] | None = None,
 ) -> None:
     folder.mkdir(parents=True, exist_ok=True)
@@ -165,7 +172,8 @@ def _write_adapter(
     # PEFT saves factors in float32, and a whole module in its own dtype
     whole = {name for name in tensors if ".lora_" not in name}
     dtypes = {name: shape.dtype if name in whole else "float32" for name in tensors}
-    _write(folder / "adapter_model.safetensors", tensors, dtypes, np.random.default_rng(seed))
+    stream = None if seed is None else np.random.default_rng(seed)
+    _write(folder / "adapter_model.safetensors", tensors, dtypes, stream)
 
 
 def _write(
