@@ -74,13 +74,14 @@ def summary(name: str, sizes: Sizes, run: Run, factors: Mapping[str, float]) -> 
     """Yield the total, what dominates it, and the way to two minutes."""
     by_name: defaultdict[str, float] = defaultdict(float)
     for work in run.works:
-        by_name[f"`{work.stage}` of {'each GPU' if work.on_gpu else 'the CPU'}"] += run.longest(work) * work.waves
+        by_name[f"`{work.stage}` of {'each GPU' if work.on_gpu else 'the CPU'}"] += run.in_all_waves(work)
     longest = sorted(by_name.items(), key=lambda item: -item[1])[:3]
     largest = ", ".join(f"{which} {seconds:.0f} s" for which, seconds in longest)
     where = "streamed from the host, for it does not fit on one GPU" if sizes.offloads else "on each GPU"
+    threads = " and then ".join(map(str, run.gpu_threads))
     yield (
-        f"**{name}**: {run.total():.0f} s in {run.waves} waves, the base {where}. The CPU's worker has "
-        f"{run.reference_threads} threads, each GPU's {run.gpu_threads}. Longest, beside each other: {largest}."
+        f"**{name}**: {run.total():.0f} s in {len(run.gpu_threads)} waves, the base {where}. The CPU's worker has "
+        f"{run.reference_threads} threads, each GPU's {threads}. Longest, beside each other: {largest}."
     )
     yield ""
     yield _what_sharing_saves(run)

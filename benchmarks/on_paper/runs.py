@@ -18,27 +18,39 @@ from consistency.launch.plan import WorkerPlan, plan_waves
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """A run: what its workers do, and the threads that `launch` gives the CPU's and each GPU's."""
+    """A run: what its workers do, and the threads that `launch` gives them.
+
+    Attributes
+    ----------
+    works : tuple of Work
+    reference_threads : int
+        Threads of the CPU's worker.
+    gpu_threads : tuple of int
+        Threads of the worker of a GPU in each wave.
+    """
 
     works: tuple[Work, ...]
     reference_threads: int
-    gpu_threads: int
-    waves: int
+    gpu_threads: tuple[int, ...]
 
-    def of(self, work: Work) -> dict[str, float]:
-        return work.seconds(self.gpu_threads if work.on_gpu else self.reference_threads)
+    def of(self, work: Work, wave: int = 0) -> dict[str, float]:
+        """Return the seconds that a work takes in a wave on each part of the machine."""
+        return work.seconds(self.gpu_threads[wave] if work.on_gpu else self.reference_threads)
 
-    def longest(self, work: Work) -> float:
+    def longest(self, work: Work, wave: int = 0) -> float:
         """Return the seconds that the slowest part of the machine takes; the others are busy at the same time."""
-        return max(self.of(work).values())
+        return max(self.of(work, wave).values())
+
+    def in_all_waves(self, work: Work) -> float:
+        return sum(self.longest(work, wave) for wave in range(work.waves))
 
     def total(self) -> float:
         """Return the seconds of a run: in the first wave the GPUs go on when the CPU has made the reference."""
         reference = sum(self.longest(work) for work in self.works if not work.on_gpu)
         gpu = [work for work in self.works if work.on_gpu]
         before, after = (sum(self.longest(work) for work in gpu if work.waits is waits) for waits in (False, True))
-        later = sum(self.longest(work) * (work.waves - 1) for work in gpu)
-        return self.waves * START_S + max(reference, before) + after + later
+        later = sum(self.in_all_waves(work) - self.longest(work) for work in gpu)
+        return len(self.gpu_threads) * START_S + max(reference, before) + after + later
 
 
 def waves_of(case: Case) -> list[list[WorkerPlan]]:
@@ -54,9 +66,12 @@ def run_of(sizes: Sizes) -> Run:
         mock.patch.object(cores, "available_cores", return_value=CORES),
         mock.patch.object(environment, "available_cores", return_value=CORES),
     ):
-        threads = environment.shared_out(waves[0], waits=True)
+        # of a wave the maker of the reference comes first, and the workers of GPUs have equal parts
+        threads = [environment.shared_out(wave, waits=True) for wave in waves]
     works = [*of_reference(sizes), *(replace(work, on_gpu=True, waves=len(waves)) for work in of_gpu(sizes))]
-    return Run(works=tuple(works), reference_threads=threads[0], gpu_threads=threads[1], waves=len(waves))
+    return Run(
+        works=tuple(works), reference_threads=threads[0][0], gpu_threads=tuple(of_wave[-1] for of_wave in threads)
+    )
 
 
 Change = Callable[[Work], Work]
