@@ -161,8 +161,7 @@ def _with_weights_of_all(judging: Judging, report: TextReport) -> TextReport | N
     """Name the weights in few bits that put log probabilities off as a whole, though none by itself; None for none."""
     if report.summary is None or not report.summary.is_beyond or report.summary.way:
         return None
-    numbers = [number for number in judging.distinct(judging.sample) if not judging.is_of_another(number)]
-    weights = told_weights(_asked(judging, numbers))
+    weights = told_weights(_asked(judging, _to_be_told_by(judging)))
     if weights is None:
         return None
     cause = Cause.WEIGHTS
@@ -206,10 +205,12 @@ class _WithoutAdapter:
 
 def with_what_is_not_told(judging: Judging, report: TextReport) -> TextReport:
     """Say whether the base alone could have written all texts, and what they lean to."""
-    if not judging.run.has_adapter or report.verdict != "consistent":
+    if report.verdict != "consistent":
         return report
     without = _WithoutAdapter()
-    report = msgspec.structs.replace(report, leaning=_leaning(judging, without))
+    report = msgspec.structs.replace(report, leaning=_leaning(judging, without) or _leaning_to_weights(judging))
+    if not judging.run.has_adapter:
+        return report
     texts = [judging.exact[number] for number in judging.sample if not judging.is_of_another(number)]
     # the first text that the base alone could not have written says that it did not write all
     if not texts or not all(_could_write(text, without.of(text)) for text in texts):
@@ -238,6 +239,23 @@ def _leaning(judging: Judging, without: _WithoutAdapter) -> str:
             return ""
         directions.append((without.of(text).logprobs - text.exact.logprobs)[is_given])
     return leaning_to(differences, directions)
+
+
+def _leaning_to_weights(judging: Judging) -> str:
+    """Return the weights in few bits that log probabilities lean to, though none is beyond rounding; empty for none."""
+    weights = told_weights(_asked(judging, _to_be_told_by(judging)))
+    return "" if weights is None else f"the log probabilities lean to weights in {weights.about[0]}"
+
+
+def _to_be_told_by(judging: Judging) -> list[int]:
+    """Return the texts of the sample that tell weights: with log probabilities, and by the adapter that is judged."""
+    return [
+        number
+        for number in judging.distinct(judging.sample)
+        if not judging.is_of_another(number)
+        and not judging.exact[number].decides
+        and judging.exact[number].tokens.judged_logprobs is not None
+    ]
 
 
 def _as_explained(report: TextReport, causes: Causes, numbers: Sequence[int], tried: int) -> TextReport:

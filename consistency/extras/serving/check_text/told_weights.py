@@ -17,7 +17,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -26,7 +26,13 @@ from consistency.extras.serving.check_text.judged_text import JudgedText, TokenF
 from consistency.extras.serving.check_text.judging import dtype_of
 from consistency.extras.serving.engine_outputs.explanations import merges
 from consistency.extras.serving.engine_outputs.passes import Change
-from consistency.extras.serving.engine_outputs.rounded_weights import FORMATS, MergedAndRounded, rounded, rounded_layers
+from consistency.extras.serving.engine_outputs.rounded_weights import (
+    FINEST,
+    FORMATS,
+    MergedAndRounded,
+    rounded,
+    rounded_layers,
+)
 from consistency.worker.model.merging import MergeRefusedError
 
 _DEVIATIONS = 6.0
@@ -40,6 +46,9 @@ _MOST_OFF = 3.0
 
 _LEAST_TEXTS = 4
 """Texts from which on errors in common are seen between them."""
+
+_NEAR = 0.1
+"""Part of what the finest format moves that log probabilities are off by at least: no format moves much less."""
 
 _SLACK = 0.1
 """Distance of a coefficient from 1 that is always allowed: a library may make a scale in another dtype."""
@@ -117,6 +126,8 @@ def told_weights(asked: Sequence[AskedText]) -> Explained | None:
     if not asked or any(each.judged.tokens.judged_logprobs is None for each in asked):
         return None
     candidates = _candidates(asked[0].judged)
+    if not candidates or _are_too_near(asked[0], candidates):
+        return None
     for number, each in enumerate(asked):
         for candidate in candidates:
             candidate.ask(each)
@@ -131,6 +142,18 @@ def told_weights(asked: Sequence[AskedText]) -> Explained | None:
         return Explained(extent=Extent.LOGPROBS, about=(f"{likeliest.name}, and other errors besides",))
     are_greedy = set(likeliest.extents) == {Extent.TOKENS}
     return Explained(extent=Extent.TOKENS if are_greedy else Extent.LOGPROBS, about=(likeliest.name,))
+
+
+def _are_too_near(asked: AskedText, candidates: Sequence[_Candidate]) -> bool:
+    r"""Report whether log probabilities are so near to the model's that no format has written them.
+
+    A coefficient is at most :math:`\lVert d \rVert / \lVert f \rVert` (Cauchy and Schwarz). One pass with the format
+    that moves least tells that of texts in float32 that are right.
+    """
+    (finest,) = (candidate for candidate in candidates if candidate.name == FINEST.name)
+    finest = replace(finest, errors=[], moved=[], extents=[])
+    finest.ask(asked)
+    return not float(finest.errors[0].norm()) > _NEAR * float(finest.moved[0].norm())
 
 
 def _candidates(judged: JudgedText) -> list[_Candidate]:

@@ -136,6 +136,10 @@ quantization="fp8"; torchao and compressed-tensors (FP8_DYNAMIC); DeepSeek's, wh
 Q8_0; and the two of bitsandbytes."""
 
 
+FINEST = next(weights for weights in FORMATS if weights.name == "int8 in blocks of 32")
+"""The format that moves weights least."""
+
+
 @contextmanager
 def rounded(model: torch.nn.Module, weights: WeightFormat) -> Iterator[None]:
     """Round the weights of a model's layers to a format, each for the time that it runs."""

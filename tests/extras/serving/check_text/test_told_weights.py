@@ -32,6 +32,10 @@ def int8_by_row(weight: torch.Tensor) -> torch.Tensor:
     return quantized.dequantize()
 
 
+def int8_in_bfloat16(weight: torch.Tensor) -> torch.Tensor:
+    return int8_by_row(weight.float()).bfloat16()
+
+
 def float8_by_row(weight: torch.Tensor) -> torch.Tensor:
     scales = weight.abs().amax(1, keepdim=True) / torch.finfo(torch.float8_e4m3fn).max
     return (weight / scales).to(torch.float8_e4m3fn).float() * scales
@@ -189,3 +193,18 @@ def test_the_head_and_the_adapter_are_not_rounded(case: Case, on_head: dict[str,
     found = [names[id(layer)] for layer in rounded_layers(model)]
     assert len(found) == 7 * SIZES["num_hidden_layers"] * 2
     assert not any("lora" in name or "lm_head" in name for name in found)
+
+
+def test_weights_within_rounding_are_leaned_to(tmp_path: Path) -> None:
+    """In bfloat16 each log probability is within rounding, and all together show the weights."""
+    torch.manual_seed(0)
+    sizes = {"num_hidden_layers": 2, "intermediate_size": 64, "max_position_embeddings": 96}
+    base = saved(a_llama(**sizes), tmp_path / "base")
+    case = case_of(base, on_llama(base, LORA), dtype="bfloat16")
+    model = loaded(case)
+    healthy = check_text(case, texts_of(model, tokens=64, drawn=True))
+    assert (healthy.verdict, healthy.leaning) == ("consistent", "")
+    _round_base(model, int8_in_bfloat16)
+    report = check_text(case, texts_of(model, tokens=64, drawn=True))
+    assert report.verdict == "consistent"
+    assert report.leaning == "the log probabilities lean to weights in int8 by row"
