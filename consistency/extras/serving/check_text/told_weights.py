@@ -1,10 +1,10 @@
 r"""Name the format that an engine rounded weights to, by the log probabilities of several texts together.
 
 Rounding weights moves each log probability by an amount that a pass with these weights shows, f. What the writer's log
-probabilities are off by, d, is regressed on it: the coefficient is 1 where the writer's weights are these, and its
-standard error small enough to tell that from 0. All else that is off is noise to this: the rounding of the dtype, and
-that of inputs, where an engine rounds them too. Of several formats that fit, the one with the largest coefficient in
-standard errors is named.
+probabilities are off by, d, is regressed on it: the coefficient is 1 where the writer's weights are these, less where
+they are nearly these, and its standard error small enough to tell that from 0. All else that is off is noise to this:
+the rounding of the dtype, and that of inputs, where an engine rounds them too. Of several formats that fit, the one with
+the largest coefficient in standard errors is named.
 
 The standard error is that of a sum of products with signs by chance, :math:`\sqrt{\sum f^2 r^2} / \sum f^2` with r what
 remains of d, and, from four texts on, at least the one between texts, whose tokens have errors in common. d and f are
@@ -44,14 +44,18 @@ _FIRST_DEVIATIONS = 3.0
 _MOST_OFF = 3.0
 """Standard errors that a coefficient may be off 1: what exceeds them is something else."""
 
+_EXACT = 0.01
+"""Distance of a coefficient from 1 where the standard error is none, as in float32."""
+
 _LEAST_TEXTS = 4
 """Texts from which on errors in common are seen between them."""
 
 _NEAR = 0.1
 """Part of what the finest format moves that log probabilities are off by at least: no format moves much less."""
 
-_SLACK = 0.1
-"""Distance of a coefficient from 1 that is always allowed: a library may make a scale in another dtype."""
+_SLACK = 0.5
+"""Distance of a coefficient from 1 that is always allowed: where a library makes scales in a half type, its weights are
+only in part these. Chosen: torchao's int8 of bfloat16 weights has 0.75."""
 
 
 @dataclass(slots=True)
@@ -111,11 +115,16 @@ class _Candidate:
         return coefficient, error
 
     def certainty(self) -> float:
-        """Return how many standard errors the coefficient is above 0; 0 where it is not 1."""
+        """Return how many standard errors the coefficient is above 0; 0 where it is far from 1."""
         coefficient, error = self.coefficient()
         if abs(coefficient - 1) > max(_SLACK, _MOST_OFF * error):
             return 0.0
         return coefficient / error if error else math.inf
+
+    def is_all(self) -> bool:
+        """Report whether nothing else is off: each text is explained, and the coefficient is 1."""
+        coefficient, error = self.coefficient()
+        return None not in self.extents and abs(coefficient - 1) <= max(_EXACT, _MOST_OFF * error)
 
 
 def told_weights(asked: Sequence[AskedText]) -> Explained | None:
@@ -138,7 +147,7 @@ def told_weights(asked: Sequence[AskedText]) -> Explained | None:
     likeliest = max(candidates, key=_Candidate.certainty)
     if likeliest.certainty() < _DEVIATIONS:
         return None
-    if None in likeliest.extents:
+    if not likeliest.is_all():
         return Explained(extent=Extent.LOGPROBS, about=(f"{likeliest.name}, and other errors besides",))
     are_greedy = set(likeliest.extents) == {Extent.TOKENS}
     return Explained(extent=Extent.TOKENS if are_greedy else Extent.LOGPROBS, about=(likeliest.name,))
