@@ -14,6 +14,9 @@ from consistency.extras.serving.check_text.alternatives import Alternative, Aske
 from consistency.extras.serving.check_text.text_causes import TextCause
 from consistency.extras.serving.check_text.told_weights import told_weights
 
+Step = tuple[Callable[[AskedText], Iterator[Alternative]], ...]
+"""What yields mistakes that are tried together."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Causes:
@@ -35,28 +38,32 @@ def causes_of(asked: Sequence[AskedText], *, greedily: bool = False) -> Causes |
     """Return what explains each of these texts; None where nothing does.
 
     Merges are tried where no mistake of another kind explains them, then weights in few bits, layers and penalties.
-    Single tokens come first
-    where log probabilities say that all others are right, and else last.
+    Single tokens come first where log probabilities say that all others are right, and else last.
 
     Parameters
     ----------
     greedily : bool
         Whether every token has to be the most likely one.
     """
-    steps = [_MISTAKES, (AskedText.merges,)]
-    if not greedily:
-        steps += [(AskedText.parts,), (AskedText.penalties,)]
-        # a mistake with all of the model moves all log probabilities, but turns a few tokens alone
-        have_logprobs = all(each.judged.tokens.judged_logprobs is not None for each in asked)
-        steps.insert(0 if have_logprobs else len(steps), (AskedText.single_tokens,))
+    # a mistake with all of the model moves all log probabilities, but turns a few tokens alone
+    have_logprobs = all(each.judged.tokens.judged_logprobs is not None for each in asked)
+    before = [(AskedText.single_tokens,)] if have_logprobs and not greedily else []
+    causes = _first_causes([*before, _MISTAKES, (AskedText.merges,)], asked, greedily=greedily)
+    if causes is not None or greedily:
+        return causes
+    weights = told_weights(asked)
+    if weights is not None:
+        return Causes(about={Cause.WEIGHTS: weights.about[0]}, extent=weights.extent)
+    after = [] if have_logprobs else [(AskedText.single_tokens,)]
+    return _first_causes([(AskedText.parts,), (AskedText.penalties,), *after], asked, greedily=False)
+
+
+def _first_causes(steps: Sequence[Step], asked: Sequence[AskedText], *, greedily: bool) -> Causes | None:
+    """Return what explains the texts in the first step that explains them; None where none does."""
     for step in steps:
         causes = _causes_by(step, asked, greedily=greedily)
         if causes is not None:
             return causes
-        if step == (AskedText.merges,) and not greedily:
-            weights = told_weights(asked)
-            if weights is not None:
-                return Causes(about={Cause.WEIGHTS: weights.about[0]}, extent=weights.extent)
     return None
 
 
@@ -66,13 +73,10 @@ _SLIGHT: frozenset[Explanation] = frozenset(
 """Mistakes of which many are tried and some change little: by chance one may make the few tokens of a healthy text that
 were drawn the most likely ones. So they are named only where something is wrong without them."""
 
-Alternatives = Callable[[AskedText], Iterator[Alternative]]
-"""Yields what may explain a text."""
-
-_MISTAKES: tuple[Alternatives, ...] = (AskedText.with_adapters, AskedText.with_prompts, AskedText.with_positions)
+_MISTAKES: Step = (AskedText.with_adapters, AskedText.with_prompts, AskedText.with_positions)
 
 
-def _causes_by(step: Sequence[Alternatives], asked: Sequence[AskedText], *, greedily: bool) -> Causes | None:
+def _causes_by(step: Step, asked: Sequence[AskedText], *, greedily: bool) -> Causes | None:
     common: dict[Explanation, tuple[str, ...]] | None = None
     fits: dict[Explanation, set[Extent]] = {}
     for each in asked:
@@ -91,7 +95,7 @@ def _causes_by(step: Sequence[Alternatives], asked: Sequence[AskedText], *, gree
 
 
 def _explaining_one(
-    asked: AskedText, step: Sequence[Alternatives], common: Container[Explanation] | None, *, greedily: bool
+    asked: AskedText, step: Step, common: Container[Explanation] | None, *, greedily: bool
 ) -> dict[Explanation, Explained]:
     """Return what explains one text, among what explains the texts before it."""
     found: dict[Explanation, Explained] = {}

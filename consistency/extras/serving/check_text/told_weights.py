@@ -3,8 +3,8 @@ r"""Name the format that an engine rounded weights to, by the log probabilities 
 Rounding weights moves each log probability by an amount that a pass with these weights shows, f. What the writer's log
 probabilities are off by, d, is regressed on it: the coefficient is 1 where the writer's weights are these, less where
 they are nearly these, and its standard error small enough to tell that from 0. All else that is off is noise to this:
-the rounding of the dtype, and that of inputs, where an engine rounds them too. Of several formats that fit, the one with
-the largest coefficient in standard errors is named.
+the rounding of the dtype, and that of inputs, where an engine rounds them too. Of several formats that fit, the one
+with the largest coefficient in standard errors is named, if that is beyond Student's limit for so many tokens.
 
 The standard error is that of a sum of products with signs by chance, :math:`\sqrt{\sum f^2 r^2} / \sum f^2` with r what
 remains of d, and, from four texts on, at least the one between texts, whose tokens have errors in common. d and f are
@@ -22,6 +22,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from consistency.extras.serving.check_text.alternatives import AskedText, Explained, Extent
+from consistency.extras.serving.check_text.computed_in_parts import can_disable
 from consistency.extras.serving.check_text.judged_text import JudgedText, TokenFigures
 from consistency.extras.serving.check_text.judging import dtype_of
 from consistency.extras.serving.engine_outputs.explanations import merges
@@ -33,13 +34,11 @@ from consistency.extras.serving.engine_outputs.rounded_weights import (
     rounded,
     rounded_layers,
 )
+from consistency.numerics.error_spread import student
 from consistency.worker.model.merging import MergeRefusedError
 
-_DEVIATIONS = 6.0
-"""Standard errors that a coefficient has to be above 0: a normal deviate exceeds them once in 10⁹."""
-
-_FIRST_DEVIATIONS = 3.0
-"""Standard errors from which on a format is asked of more texts than the first."""
+_LEAST_DEVIATIONS = 3.0
+"""Standard errors from which on a format is asked of the next text too."""
 
 _MOST_OFF = 3.0
 """Standard errors that a coefficient may be off 1: what exceeds them is something else."""
@@ -121,6 +120,11 @@ class _Candidate:
             return 0.0
         return coefficient / error if error else math.inf
 
+    def is_certain(self) -> bool:
+        """Report whether chance is no reason for the coefficient: it takes two tokens at least."""
+        freedom = sum(map(len, self.errors)) - 1
+        return freedom > 0 and self.certainty() > student(freedom)
+
     def is_all(self) -> bool:
         """Report whether nothing else is off: each text is explained, and the coefficient is 1."""
         coefficient, error = self.coefficient()
@@ -137,15 +141,12 @@ def told_weights(asked: Sequence[AskedText]) -> Explained | None:
     candidates = _candidates(asked[0].judged)
     if not candidates or _are_too_near(asked[0], candidates):
         return None
-    for number, each in enumerate(asked):
+    for each in asked:
         for candidate in candidates:
             candidate.ask(each)
-        least = _FIRST_DEVIATIONS if number == 0 else _DEVIATIONS / 2
-        candidates = [candidate for candidate in candidates if candidate.certainty() >= least]
-    if not candidates:
-        return None
-    likeliest = max(candidates, key=_Candidate.certainty)
-    if likeliest.certainty() < _DEVIATIONS:
+        candidates = [candidate for candidate in candidates if candidate.certainty() >= _LEAST_DEVIATIONS]
+    likeliest = max(candidates, key=_Candidate.certainty, default=None)
+    if likeliest is None or not likeliest.is_certain():
         return None
     if not likeliest.is_all():
         return Explained(extent=Extent.LOGPROBS, about=(f"{likeliest.name}, and other errors besides",))
@@ -178,7 +179,7 @@ def _candidates(judged: JudgedText) -> list[_Candidate]:
             return asked.judged.figures(asked.judged.passes.of(f"weights in {name}", change))
 
         candidates.append(_Candidate(weights.name, of_base))
-        if not merges(model):
+        if not can_disable(model) or not merges(model):
             continue
         merge = MergedAndRounded(dtype=getattr(torch, dtype_of(model)), weights=weights)
 

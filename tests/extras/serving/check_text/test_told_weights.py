@@ -14,6 +14,7 @@ import transformers
 
 from consistency.case.case import Case
 from consistency.extras.serving.causes import Cause
+from consistency.extras.serving.check_text import told_weights
 from consistency.extras.serving.check_text.judge_texts import check_text
 from consistency.extras.serving.check_text.report import TextReport
 from consistency.extras.serving.engine_outputs.rounded_weights import FORMATS, rounded, rounded_layers
@@ -208,3 +209,13 @@ def test_weights_within_rounding_are_leaned_to(tmp_path: Path) -> None:
     report = check_text(case, texts_of(model, tokens=64, drawn=True))
     assert report.verdict == "consistent"
     assert report.leaning == "the log probabilities lean to weights in int8 by row"
+
+
+@pytest.mark.parametrize(("tokens", "is_certain"), [(1, False), (8, False), (200, True)])
+def test_a_few_tokens_do_not_tell(tokens: int, *, is_certain: bool) -> None:
+    """One log probability is explained by any weights that move it by about as much as it is off."""
+    generator = torch.Generator().manual_seed(4)
+    moved = torch.randn(tokens, generator=generator, dtype=torch.float64)
+    errors = moved + 0.5 * torch.randn(tokens, generator=generator, dtype=torch.float64)
+    candidate = told_weights._Candidate("a format", lambda _: None, [errors], [moved], [None])
+    assert candidate.is_certain() == is_certain
