@@ -35,7 +35,7 @@ from consistency.extras.serving.check_text.prompts import other_prompts
 from consistency.extras.serving.check_text.seen_tokens import other_positions, other_windows, seeing
 from consistency.extras.serving.check_text.text_causes import TextCause
 from consistency.extras.serving.check_text.texts import Text, Tokens
-from consistency.extras.serving.engine_outputs.explanations import MOST_WORK, merges, mistakes
+from consistency.extras.serving.engine_outputs.explanations import MOST_WORK, merges, mistakes, no_merges
 from consistency.extras.serving.engine_outputs.layer_search import by_block, by_kind, named, search
 from consistency.extras.serving.engine_outputs.passes import Change, Passes
 from consistency.extras.serving.engine_outputs.rotary_positions import other_rotary_positions, rounded_frequencies
@@ -317,10 +317,8 @@ class AskedText:
         if known is not None:  # of a text before this one: what explains both has to be the same layers
             return None if known is NO_LAYERS else self._fits_by_layers(known, by, writer)
         self.layer_sets[by] = NO_LAYERS
-        layers = list(adapted_layers(passes.model))
-        for group in (by_kind, by_block):
-            groups = group(layers)
-            if len(groups) < 2 or len(groups) * matrix_elements(passes.model) > MOST_WORK:
+        for groups in _groups_of_layers(passes.model):
+            if _is_too_much(groups, passes.model):
                 continue
             found = self._searched(groups, by, writer)
             if found is not None:
@@ -404,6 +402,26 @@ class AskedText:
         if self.judged.tokens.judged_logprobs is not None:
             return self.judged.fit_logprobs(figures)
         return self.judged.fit_greedily(figures)
+
+
+def _groups_of_layers(model: Any) -> list[dict[str, list[Any]]]:
+    """Return the adapted layers by their kind and by their block; nothing where all are of one."""
+    layers = list(adapted_layers(model))
+    return [groups for groups in (by_kind(layers), by_block(layers)) if len(groups) > 1]
+
+
+def _is_too_much(groups: Mapping[str, Sequence[Any]], model: Any) -> bool:
+    """Report whether a search would take too many passes of a large model."""
+    return len(groups) * matrix_elements(model) > MOST_WORK
+
+
+def not_tried(model: Any) -> tuple[str, ...]:
+    """Return what is left out for a model of this size, in words."""
+    left_out = []
+    if any(_is_too_much(groups, model) for groups in _groups_of_layers(model)):
+        left_out.append("some layers without the adapter, or with another one")
+    merges_left_out = no_merges(model)
+    return (*left_out, *([merges_left_out] if merges_left_out else []))
 
 
 def _dtype_of(model: Any) -> torch.dtype:

@@ -14,6 +14,7 @@ from consistency.extras.serving.check_text.alternatives import (
     Extent,
     LayerSet,
     figures_without_adapter,
+    not_tried,
 )
 from consistency.extras.serving.check_text.arithmetic import EngineArithmetic, engines_with, others_than
 from consistency.extras.serving.check_text.common_causes import Causes, causes_of
@@ -58,7 +59,8 @@ def with_causes(judging: Judging, report: TextReport, report_in: ReportIn) -> Te
     by_arithmetic = _explained_by_arithmetic(judging, report, wrong, report_in)
     if by_arithmetic is not None:
         return by_arithmetic
-    return msgspec.structs.replace(report, leaning=_leaning(judging, _WithoutAdapter()))
+    leaning = _leaning(judging, _WithoutAdapter())
+    return msgspec.structs.replace(report, leaning=leaning, not_tried=not_tried(judging.run.model))
 
 
 def _explained_by_arithmetic(

@@ -202,6 +202,8 @@ class TextReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         The base without the adapter could have written all of them too, so they do not tell whether it was applied.
     told : tuple of Told
         What these texts cannot tell, with how many more tokens would.
+    not_tried : tuple of str
+        Mistakes that this model is too large or too different for, where none of the others explains the texts.
     leaning : str
         A mistake that the log probabilities lean to, though each is within what rounding makes, and how far.
     cache, computed_in : str
@@ -221,6 +223,7 @@ class TextReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     explained: int = 0
     base_alone: bool = False
     told: tuple[Told, ...] = ()
+    not_tried: tuple[str, ...] = ()
     leaning: str = ""
     cache: str = ""
     computed_in: str = ""
@@ -426,6 +429,8 @@ class TextReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             return
         if self.leaning:
             yield self.leaning
+        if self.not_tried:
+            yield f"not tried with this model: {'; '.join(self.not_tried)}"
         if any(result.logprobs_of for result in self.texts) or (self.summary is not None and self.summary.way):
             yield f"next: {_RAW}"
         elif self.verdict == "inconsistent":

@@ -295,10 +295,10 @@ def _explain_by_merges(question: Question) -> tuple[dict[Cause, tuple[str, float
                 fits[cause] = "", ratio
     except MergeRefusedError:
         return {}, _NARROWER_MERGES
-    return fits, _no_merges(question.passes.model)
+    return fits, no_merges(question.passes.model)
 
 
-def _no_merges(model: torch.nn.Module) -> str:
+def no_merges(model: torch.nn.Module) -> str:
     """Return which merges are not tried; empty where all are."""
     layers = [layer for _, layer in adapted_layers(model)]
     if any(map(has_quantized_weight, layers)):
@@ -314,7 +314,7 @@ def merges(model: torch.nn.Module) -> dict[Cause, list[Rounded]]:
 
     There are none for a quantized or a large model.
     """
-    if _no_merges(model):
+    if no_merges(model):
         return {}
     dtypes = set[torch.dtype]()
     for _, layer in adapted_layers(model):

@@ -16,6 +16,7 @@ import transformers
 from consistency.case.case import Case
 from consistency.case.named_adapters import NamedAdapter
 from consistency.extras.serving.causes import Cause
+from consistency.extras.serving.check_text import alternatives, explaining
 from consistency.extras.serving.check_text.computed_in_parts import layers_by
 from consistency.extras.serving.check_text.judge_texts import check_text
 from consistency.extras.serving.check_text.report import TextReport
@@ -235,3 +236,18 @@ def test_a_window_that_an_engine_does_not_know(tmp_path: Path) -> None:
     report = check_text(case, texts_of(model, PROMPTS[:3], drawn=True))
     assert report.exit_status == 1
     assert _named(report) == (TextCause.WINDOW.value, "all tokens before it, and not the last 8 alone")
+
+
+def test_what_a_large_model_is_not_asked_is_said(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a text that nothing explains; what is tried is left out here, since it takes long."""
+    monkeypatch.setattr(explaining, "causes_of", lambda _: None)
+    monkeypatch.setattr(explaining, "_fitting_arithmetic", lambda *_: None)
+    (text,) = texts_of(loaded(case), PROMPTS[:1], tokens=4, drawn=True)
+    assert text.logprobs is not None
+    wrong = [msgspec.structs.replace(text, logprobs=[each - 1 for each in text.logprobs])]
+    report = check_text(case, wrong)
+    assert (report.verdict, report.not_tried) == ("inconsistent", ())
+    monkeypatch.setattr(alternatives, "MOST_WORK", 1)
+    report = check_text(case, wrong)
+    assert report.not_tried == ("some layers without the adapter, or with another one",)
+    assert "not tried with this model: some layers without" in "\n".join(report.lines())

@@ -24,7 +24,7 @@ def test_no_merge_is_named_where_peft_refuses_one(monkeypatch: pytest.MonkeyPatc
         return 0.5 if way == "bfloat16" else 3.0
 
     monkeypatch.setattr(explanations, "merges", lambda _: BOTH)
-    monkeypatch.setattr(explanations, "_no_merges", lambda _: "")
+    monkeypatch.setattr(explanations, "no_merges", lambda _: "")
     monkeypatch.setattr(explanations, "_ratio_of_merge", ratio_of)
     question: Any = SimpleNamespace(passes=SimpleNamespace(model=None))
     fits, not_tried = explanations._explain_by_merges(question)
