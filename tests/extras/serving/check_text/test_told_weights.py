@@ -48,11 +48,11 @@ def float8_by_tensor(weight: torch.Tensor) -> torch.Tensor:
 
 
 def q8_0(weight: torch.Tensor) -> torch.Tensor:
-    from gguf.constants import GGMLQuantizationType
-    from gguf.quants import dequantize, quantize
-
-    kind = GGMLQuantizationType.Q8_0
-    return torch.from_numpy(dequantize(quantize(weight.numpy(), kind), kind))
+    """Round as `quantize_row_q8_0_ref` of ggml does: blocks of 32, their scale in float16."""
+    blocks = weight.numpy().reshape(-1, 32)
+    scales = np.abs(blocks).max(1, keepdims=True) / np.float32(127)
+    codes = np.round(blocks * (1 / scales))
+    return torch.from_numpy((codes * scales.astype(np.float16).astype(np.float32)).reshape(weight.shape))
 
 
 ROUNDINGS: dict[str, Round] = {
@@ -85,6 +85,16 @@ def _named(report: TextReport) -> str:
     assert report.exit_status == 1
     assert (report.causes or report.logprob_causes) == (Cause.WEIGHTS.value,)
     return report.about[Cause.WEIGHTS.value]
+
+
+def test_q8_0_is_that_of_gguf() -> None:
+    constants = pytest.importorskip("gguf.constants")
+    quants = pytest.importorskip("gguf.quants")
+    weight = np.random.default_rng(0).normal(size=(64, 96)).astype(np.float32)
+    kind = constants.GGMLQuantizationType.Q8_0
+    wanted = quants.dequantize(quants.quantize(weight, kind), kind)
+    (blocks_of_32,) = (weights for weights in FORMATS if weights.name == "int8 in blocks of 32")
+    assert torch.equal(blocks_of_32.rounded(torch.from_numpy(weight)), torch.from_numpy(wanted))
 
 
 @pytest.mark.parametrize("name", list(ROUNDINGS))
