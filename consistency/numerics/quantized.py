@@ -30,6 +30,16 @@ _FLOAT32 = UNIT_ROUNDOFF[torch.float32]
 _EIGHTH_BITS = 7.874015718698502e-3
 """1/127 in float32, by which bitsandbytes multiplies: as it is in its source."""
 
+NF4 = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+"""Levels of bitsandbytes' nf4, as its source has them; its blocks have 64 values."""
+
+FP4 = (0.0, 0.0052083333, 0.16666667, 0.25, 0.33333333, 0.5, 0.66666667, 1.0)
+"""Levels of bitsandbytes' fp4 without their signs, as its source has them."""
+
 _NESTED_BLOCK = 256
 """Scales that share a scale, where scales are quantized too; fixed in bitsandbytes."""
 

@@ -11,23 +11,14 @@ from consistency.extras.merging.check_merged.causes import MergeCause
 from consistency.extras.merging.check_merged.orders import LowRankSum
 from consistency.extras.merging.check_merged.question import MergeQuestion
 from consistency.numerics.dtype import UNIT_ROUNDOFF
-
-_NF4 = (
-    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
-    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
-    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
-)  # fmt: skip
-"""Levels of bitsandbytes' nf4, as its source has them; its blocks have 64 values."""
-
-_FP4 = (0.0, 0.0052083333, 0.16666667, 0.25, 0.33333333, 0.5, 0.66666667, 1.0)
-"""Levels of bitsandbytes' fp4 without their signs, as its source has them."""
+from consistency.numerics.quantized import FP4, NF4
 
 _CODES = 255
 """Codes of int8 with a scale alone: -127 to 127."""
 
 _FORMATS = {
-    "nf4 in blocks of 64": (_NF4, 64),
-    "fp4 in blocks of 64": ((*(-level for level in _FP4[:0:-1]), *_FP4), 64),
+    "nf4 in blocks of 64": (NF4, 64),
+    "fp4 in blocks of 64": ((*(-level for level in FP4[:0:-1]), *FP4), 64),
     "int8 by row": (tuple(code / (_CODES // 2) for code in range(-(_CODES // 2), _CODES // 2 + 1)), 0),
 }
 """Levels over the largest value of a block, and the size of a block: 0 for a row."""

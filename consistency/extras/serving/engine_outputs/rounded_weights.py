@@ -21,6 +21,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from consistency.extras.serving.engine_outputs.passes import Rounded
+from consistency.numerics.quantized import FP4, NF4
 from consistency.worker.model.merging import adapted_layers
 from consistency.worker.model.running import base_of
 from consistency.worker.quantized.held import is_quantized
@@ -30,16 +31,6 @@ _SMALLEST = 1e-30
 
 _FLOAT8_LARGEST, _FLOAT8_LOWEST_EXPONENT, _FLOAT8_FRACTION = 448.0, -6, 3
 """Largest number of float8_e4m3fn, the exponent of its smallest normal number, and the bits of its fraction."""
-
-_NF4 = (
-    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
-    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
-    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
-)  # fmt: skip
-"""Levels of bitsandbytes' nf4, as its source has them."""
-
-_FP4 = (0.0, 0.0052083333, 0.16666667, 0.25, 0.33333333, 0.5, 0.66666667, 1.0)
-"""Levels of bitsandbytes' fp4 without their signs, as its source has them."""
 
 ToLevels = Callable[[torch.Tensor], torch.Tensor]
 """Rounds values to levels, each by the scale of its last dimension."""
@@ -71,12 +62,12 @@ def _to_float8(values: torch.Tensor) -> torch.Tensor:
 
 def _to_nf4(values: torch.Tensor) -> torch.Tensor:
     scale = values.abs().amax(-1, keepdim=True).clamp_min(_SMALLEST)
-    return _lower_at_ties(values / scale, _NF4) * scale
+    return _lower_at_ties(values / scale, NF4) * scale
 
 
 def _to_fp4(values: torch.Tensor) -> torch.Tensor:
     scale = values.abs().amax(-1, keepdim=True).clamp_min(_SMALLEST)
-    return _lower_at_ties(values.abs() / scale, _FP4) * values.sign() * scale
+    return _lower_at_ties(values.abs() / scale, FP4) * values.sign() * scale
 
 
 def _lower_at_ties(values: torch.Tensor, levels: Sequence[float]) -> torch.Tensor:

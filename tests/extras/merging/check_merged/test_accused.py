@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 
 from consistency.comparison.result import Comparison
 from consistency.extras.merging.check_merged.causes import MergeCause
-from consistency.extras.merging.check_merged.levels import _NF4
 from consistency.extras.merging.check_merged.result import check_merged, statement
+from consistency.numerics.quantized import NF4
 from tests.extras.merging.check_merged.made_merges import (
     Case,
     Tensors,
@@ -29,7 +29,7 @@ NO_K = ["down_proj", "gate_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
 
 def on_levels(weight: torch.Tensor) -> torch.Tensor:
     """Return a weight rounded to nf4 in blocks of 64."""
-    table = torch.tensor(_NF4)
+    table = torch.tensor(NF4)
     blocks = weight.reshape(-1, 64)
     scale = blocks.abs().amax(dim=1, keepdim=True)
     nearest = ((blocks / scale)[..., None] - table).abs().argmin(dim=-1)

@@ -310,10 +310,10 @@ def test_one_element_is_off_by_two_roundings(tmp_path: Path, dtype: torch.dtype,
 
 
 def test_a_base_of_four_bits(tmp_path: Path) -> None:
-    from consistency.extras.merging.check_merged.levels import _NF4
+    from consistency.numerics.quantized import NF4
 
     case = llama(tmp_path)
-    table = torch.tensor(_NF4)
+    table = torch.tensor(NF4)
     tensors = case.right(torch.bfloat16)
     for name in case.deltas:
         blocks = case.tensors[name].reshape(-1, 64)

@@ -14,8 +14,8 @@ from peft import LoHaConfig, LoKrConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from consistency.extras.merging.check_merged.causes import MergeCause
-from consistency.extras.merging.check_merged.levels import _FP4, _NF4
 from consistency.extras.merging.check_merged.result import check_merged
+from consistency.numerics.quantized import FP4, NF4
 from tests.extras.merging.check_merged.made_merges import (
     Case,
     Tensors,
@@ -185,7 +185,7 @@ def units_off(merge: Merge, name: str) -> torch.Tensor:
     return torch.where(right.abs() > 2.8 * right.std(), off, 0.0)
 
 
-FP4 = (*(-level for level in _FP4[1:]), *_FP4)
+SIGNED_FP4 = (*(-level for level in FP4[1:]), *FP4)
 
 
 def residue(merge: Merge, name: str) -> torch.Tensor:
@@ -276,10 +276,10 @@ PLANTED: dict[str, Mistake] = {
     "int8 after a half type": Mistake(
         lambda merge, name: in_eight_bits(merge.rounded(merge.right(name))), K.ROUNDED_AFTER, "to int8 by row"
     ),
-    "nf4 after": Mistake(lambda merge, name: levels_of(merge.right(name), _NF4, 64), K.ROUNDED_AFTER, "to nf4"),
-    "fp4 after": Mistake(lambda merge, name: levels_of(merge.right(name), FP4, 64), K.ROUNDED_AFTER, "to fp4"),
+    "nf4 after": Mistake(lambda merge, name: levels_of(merge.right(name), NF4, 64), K.ROUNDED_AFTER, "to nf4"),
+    "fp4 after": Mistake(lambda merge, name: levels_of(merge.right(name), SIGNED_FP4, 64), K.ROUNDED_AFTER, "to fp4"),
     "nf4 before": Mistake(
-        lambda merge, name: merge.rounded(levels_of(merge.base(name), _NF4, 64)) + merge.delta(name), K.FOUR_BIT_BASE,
+        lambda merge, name: merge.rounded(levels_of(merge.base(name), NF4, 64)) + merge.delta(name), K.FOUR_BIT_BASE,
         "nf4",
     ),
     "int8 before": Mistake(
