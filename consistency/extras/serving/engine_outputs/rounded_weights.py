@@ -29,9 +29,6 @@ from consistency.worker.quantized.held import is_quantized
 _SMALLEST = 1e-30
 """Scale of values that are all zero, so that none is divided by zero."""
 
-_FLOAT8_LARGEST, _FLOAT8_LOWEST_EXPONENT, _FLOAT8_FRACTION = 448.0, -6, 3
-"""Largest number of float8_e4m3fn, the exponent of its smallest normal number, and the bits of its fraction."""
-
 ToLevels = Callable[[torch.Tensor], torch.Tensor]
 """Rounds values to levels, each by the scale of its last dimension."""
 
@@ -53,11 +50,9 @@ def _to_int8(values: torch.Tensor, steps: float = 127.0, scale_dtype: torch.dtyp
 
 
 def _to_float8(values: torch.Tensor) -> torch.Tensor:
-    scale = values.abs().amax(-1, keepdim=True).clamp_min(_SMALLEST) / _FLOAT8_LARGEST
-    scaled = values / scale
-    exponent = scaled.abs().clamp_min(2.0**_FLOAT8_LOWEST_EXPONENT).log2().floor()
-    step = (exponent - _FLOAT8_FRACTION).exp2()
-    return (scaled / step).round() * step * scale
+    largest = torch.finfo(torch.float8_e4m3fn).max
+    scale = values.abs().amax(-1, keepdim=True).clamp_min(_SMALLEST) / largest
+    return (values / scale).to(torch.float8_e4m3fn).to(values.dtype) * scale
 
 
 def _to_nf4(values: torch.Tensor) -> torch.Tensor:
