@@ -5,6 +5,7 @@ A watch has to find nothing, and to leave the loss curve its bits. Each kind run
 
     python -m benchmarks.watched_trainings                      # all kinds, 500 steps each
     python -m benchmarks.watched_trainings ddp fsdp2 --steps 100 --every 20
+    python -m benchmarks.watched_trainings --given BASE ADAPTER # that adapter alone, by DistributedDataParallel
     python -m benchmarks.watched_trainings --list
 
 It prints a line for each kind, and has status 1 where one has a finding or another curve. `--out FOLDER` keeps what the
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import multiprocessing
 import os
 import socket
@@ -39,7 +41,7 @@ _BATCHES = 32
 """Batches that come again and again, so that there is something to learn."""
 
 _LIMIT_S = 900.0
-"""Seconds after which a training is ended: it hangs."""
+"""Seconds after which a training of a tiny model is ended: it hangs."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -60,6 +62,8 @@ class Prepared:
         The loss is computed from the logits, outside of the model.
     clips : bool
         The norm of all gradients is clipped.
+    tokens, vocabulary : int
+        Tokens of a sequence, and how many different ones there are.
     """
 
     call: Any
@@ -69,6 +73,8 @@ class Prepared:
     has_own_loss: bool = False
     clips: bool = True
     rate: float = 3e-3
+    tokens: int = 12
+    vocabulary: int = VOCABULARY
     optimizer: Any = None
     scaler: Any = None
 
@@ -82,10 +88,12 @@ class Curve:
     seconds: float = 0.0
 
 
-def batch_of(step: int, rank: int, *, tokens: int = 12, rows: int = 2) -> dict[str, torch.Tensor]:
+def batch_of(
+    step: int, rank: int, *, tokens: int = 12, vocabulary: int = VOCABULARY, rows: int = 2
+) -> dict[str, torch.Tensor]:
     """Return a batch, another one for each step and rank."""
     generator = torch.Generator().manual_seed(1000 * (step % _BATCHES) + rank)
-    ids = torch.randint(0, VOCABULARY, (rows, tokens), generator=generator)
+    ids = torch.randint(0, vocabulary, (rows, tokens), generator=generator)
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone()}
 
 
@@ -225,6 +233,20 @@ def tensor_parallel() -> Prepared:
     return Prepared(call=model.train(), shared_batch=True, clips=False)
 
 
+def given(base: str, adapter_folder: str) -> Callable[[], Prepared]:
+    """Return what prepares the training of an adapter that is in a folder, with its base."""
+
+    def prepare() -> Prepared:
+        from peft import PeftModel
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+        trained = PeftModel.from_pretrained(model, adapter_folder, is_trainable=True)
+        return Prepared(call=DistributedDataParallel(trained), rate=1e-4, tokens=48, vocabulary=model.config.vocab_size)
+
+    return prepare
+
+
 def own_loss(call: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
     """Return a loss with label smoothing, which the model's own has not."""
     logits = call(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits
@@ -248,7 +270,12 @@ def loop_of(prepare: Callable[[], Prepared]) -> Callable[[Plan], Curve]:
         curve = Curve()
         for step in range(plan.steps):
             for part in range(accumulate):
-                inputs = batch_of(step * accumulate + part, 0 if prepared.shared_batch else plan.rank)
+                inputs = batch_of(
+                    step * accumulate + part,
+                    0 if prepared.shared_batch else plan.rank,
+                    tokens=prepared.tokens,
+                    vocabulary=prepared.vocabulary,
+                )
                 is_last = part == accumulate - 1
                 with nullcontext() if is_last else call.no_sync():
                     with prepared.conditions():
@@ -396,6 +423,9 @@ KINDS: dict[str, Callable[[Plan], Curve]] = {
 _SCRIPT = "accelerate"
 """The kind that `accelerate launch` starts."""
 
+_GIVEN = "given"
+"""The kind that trains a model of the user's."""
+
 _WORLDS = {"hsdp": 4}
 
 
@@ -494,9 +524,10 @@ def _run_ranks(kind: str, world: int, steps: int, every: int, folder: Path) -> s
     ranks = [context.Process(target=run_rank, args=given) for given in arguments]
     for process in ranks:
         process.start()
-    end_s = time.monotonic() + _LIMIT_S
+    end_s = time.monotonic() + (math.inf if kind == _GIVEN else _LIMIT_S)
     for process in ranks:
-        process.join(max(0.0, end_s - time.monotonic()))
+        left_s = max(0.0, end_s - time.monotonic())
+        process.join(None if left_s == math.inf else left_s)
     statuses = [process.exitcode for process in ranks]
     for process in ranks:
         process.kill()
@@ -585,12 +616,16 @@ def main() -> int:
     parser.add_argument("--every", type=int, default=50)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--list", action="store_true", help="print the kinds")
-    given = parser.parse_args()
+    parser.add_argument("--given", nargs=2, metavar=("BASE", "ADAPTER"), help="train this adapter alone")
+    options = parser.parse_args()
     known = [*KINDS, _SCRIPT]
-    if given.list:
+    if options.given:
+        KINDS[_GIVEN], options.kinds = loop_of(given(*options.given)), [_GIVEN]
+        known.append(_GIVEN)
+    if options.list:
         print("\n".join(known))
         return 0
-    if unknown := set(given.kinds) - set(known):
+    if unknown := set(options.kinds) - set(known):
         parser.error(f"unknown kinds: {', '.join(sorted(unknown))}; --list prints all")
     import peft  # noqa: F401 - once, and not in each process
     import transformers  # noqa: F401
@@ -599,8 +634,8 @@ def main() -> int:
 
     is_healthy = True
     with tempfile.TemporaryDirectory() as temporary:
-        for kind in given.kinds or known:
-            row = run_kind(kind, given.steps, given.every, (given.out or Path(temporary)) / kind)
+        for kind in options.kinds or known:
+            row = run_kind(kind, options.steps, options.every, (options.out or Path(temporary)) / kind)
             is_healthy = is_healthy and not row.get("findings", ["failed"]) and row["equal"]
             print(printed(row), flush=True)
     return 0 if is_healthy else 1

@@ -127,6 +127,9 @@ CALLS, COMPUTED_AGAIN, NOT_RECOMPUTED = "calls", "computed_again_ratio", "not_re
 """The stored list of the operations that make a wrong result; in its evidence the error over its allowance when these
 were computed again, or why there is no such list."""
 
+DEVICE = "device"
+"""Key in the environment of a worker whose name is not that of its device: the device, as torch names it."""
+
 LIMITS = "limits"
 """Key in the evidence of a result outside the `block` rule: the limits of its figures, by their names."""
 

@@ -48,8 +48,6 @@ class CallsJudge:
         The device.
     passes : int
         Number of passes with noise.
-    any_dtype : bool
-        Whether a result may have another dtype than the reference's.
     nondeterministic : bool or None
         Whether calls may have other bits; None if they may, and that is told.
     allow : Allow
@@ -62,12 +60,18 @@ class CallsJudge:
     strides: Mapping[str, tuple[int, ...]] | None
     target: torch.device
     passes: int
-    any_dtype: bool
     nondeterministic: bool | None
     allow: Allow
 
-    def judge(self) -> tuple[list[ResultError], int]:
-        """Judge all calls; return the results, and the number of passes with noise that they rest on."""
+    @property
+    def any_dtype(self) -> bool:
+        """Whether a result may have another dtype than the reference's."""
+        # autocast has other operations in float32 on a device than on the CPU, where the passes with noise are
+        is_cast_elsewhere = self.target.type != "cpu" and torch.is_autocast_enabled(self.target.type)
+        return self.allow.dtype or is_cast_elsewhere
+
+    def judge(self) -> tuple[list[ResultError], NoisyPasses]:
+        """Judge all calls; return the results, and the passes with noise that they rest on."""
         by_passes = self._passes(sums_in_half=False)
         results = self._judge_by(by_passes)
         # torch's kernels for the CPU alone add up the gradients of a norm in a half type, and few functions call them
@@ -84,7 +88,7 @@ class CallsJudge:
 
     def _judge_replaying(
         self, passes: NoisyPasses, results: list[ResultError] | None = None
-    ) -> tuple[list[ResultError], int]:
+    ) -> tuple[list[ResultError], NoisyPasses]:
         """Judge by some passes, and if they leave a result, by passes that decide as the function does.
 
         Parameters
@@ -99,8 +103,8 @@ class CallsJudge:
                 replayed_results = self._judge_by(replaying)
                 # outcomes that are not known of the function excuse it, and accuse it of nothing
                 if replaying.has_outcomes_of_function or _are_within(replayed_results):
-                    return replayed_results, replaying.count
-        return results, passes.count
+                    return replayed_results, replaying
+        return results, passes
 
     def _passes(self, *, sums_in_half: bool) -> NoisyPasses:
         noise = noise_of(self.allow, self.target, sums_in_half=sums_in_half)

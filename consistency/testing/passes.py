@@ -11,6 +11,7 @@ import torch
 from consistency.numerics.decision import Decision, gaps
 from consistency.numerics.decisions import TO_INTEGER
 from consistency.numerics.dtype import UNIT_ROUNDOFF
+from consistency.numerics.error_spread import Spread
 from consistency.numerics.rounding_noise import NORM_GRADIENTS
 from consistency.testing.calls import Computed, FunctionCall, Noise
 from consistency.testing.options import Allow
@@ -205,6 +206,24 @@ class NoisyPasses:
             others=others,
             spreads=self._spreads,
         )
+
+    def spread(self, name: str, dtype: torch.dtype) -> tuple[torch.Tensor, Spread]:
+        """Return a result in float64, and the spread of rounding errors by which it was judged.
+
+        Parameters
+        ----------
+        name : str
+            A result of finite real numbers.
+        dtype : torch.dtype
+            The dtype of the function's own result.
+        """
+        exact = self._exact[name].to(torch.float64)
+        by_passes = {
+            passes: spread for (key, of, passes), spread in self._spreads.items() if (key, of) == (name, dtype)
+        }
+        if by_passes:
+            return exact, by_passes[max(by_passes)]
+        return exact, allowance([computed[name].to(dtype) for computed in self._drawn], exact)
 
     def _draw(self) -> None:
         """Compute the first passes, or as many again as there are."""

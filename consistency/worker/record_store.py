@@ -123,19 +123,30 @@ class RecordStore:
 
     def keep(self, tensor: torch.Tensor) -> str:
         """Store a tensor under the hash of its bytes and return that name; equal bytes are stored once."""
-        host = tensor.detach().to("cpu").contiguous()
-        raw = as_bytes(host)
-        name = blob_key(name_of(host.dtype), host.shape, raw.numpy().data)
-        path = self._blobs / f"{name}.safetensors"
-        if not path.exists():
-            # written under another name first: other workers store into this folder too
-            partial = self._blobs / f"{name}.{os.getpid()}.tmp"
-            is_part_of_storage = host.untyped_storage().nbytes() != host.nbytes
-            try:
-                save_file({"tensor": host.clone() if is_part_of_storage else host}, partial)
-                as_readable_as_its_folder(partial)
-                os.replace(partial, path)
-            except (OSError, SafetensorError) as error:
-                partial.unlink(missing_ok=True)
-                raise CaptureError("cannot store a tensor", where=path, got=error) from error
-        return name
+        return store_tensor(self._blobs, tensor)
+
+
+def store_tensor(blobs: Path, tensor: torch.Tensor) -> str:
+    """Store a tensor in a capture's folder of tensors, under the hash of its bytes; return that name.
+
+    Raises
+    ------
+    CaptureError
+        The file cannot be written.
+    """
+    host = tensor.detach().to("cpu").contiguous()
+    raw = as_bytes(host)
+    name = blob_key(name_of(host.dtype), host.shape, raw.numpy().data)
+    path = blobs / f"{name}.safetensors"
+    if not path.exists():
+        # written under another name first: other workers store into this folder too
+        partial = blobs / f"{name}.{os.getpid()}.tmp"
+        is_part_of_storage = host.untyped_storage().nbytes() != host.nbytes
+        try:
+            save_file({"tensor": host.clone() if is_part_of_storage else host}, partial)
+            as_readable_as_its_folder(partial)
+            os.replace(partial, path)
+        except (OSError, SafetensorError) as error:
+            partial.unlink(missing_ok=True)
+            raise CaptureError("cannot store a tensor", where=path, got=error) from error
+    return name

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from consistency.extras.watching.kinds import WRONG_BLOCK
 from consistency.extras.watching.micro_batch import MicroBatch, WatchedModel, buffers_kept, first_tensor
 from consistency.extras.watching.outcome import CheckOutcome, Discovery
 from consistency.extras.watching.rank_talk import RankTalk, rank_names
+from consistency.testing.result import ResultError
 from consistency.testing.within import within_rounding
 
 PASSES = 4
@@ -74,29 +75,31 @@ def check_block(
             outcome.not_checked = "no gradient arrived at the block"
             return outcome
         with batch.conditions(watched.device), buffers_kept(block):
-            results = judge_block(block, state, noted)
+            function = function_of(block, state, noted)
+            results = judge_block(function)
     except Exception as error:  # model code may raise anything, and the training is to go on
         outcome.not_checked = f"the block cannot be computed by itself: {first_line(error)}"
         return outcome
     outcome.figures["ratio"] = max((result.ratio for result in results), default=0.0)
     wrong = [result for result in results if result.status == "outside"]
     if wrong:
-        worst = max(wrong, key=lambda result: result.ratio)
+        wrong.sort(key=lambda result: -result.ratio)
+        worst = wrong[0]
         kept = "" if keep_in is None else _kept(keep_in, state, noted)
-        tensors = tuple((name, _title(result.name)) for result in (worst, *wrong))
         outcome.discoveries.append(
             Discovery(
                 kind=WRONG_BLOCK,
-                message=f"{rank_names([talk.rank])} computes {name} wrong: its {_title(worst.name)} is off by "
+                message=f"{rank_names([talk.rank])} computes {name} wrong: its {title_of(worst.name)} is off by "
                 f"{worst.ratio:.3g} times what rounding may do, against float64 on the CPU: {between}",
                 ranks=(talk.rank,),
-                tensors=tuple(dict.fromkeys(tensors)),
+                tensors=tuple((name, title_of(result.name)) for result in wrong),
                 ratio=worst.ratio,
-                detail=(*str(worst).splitlines(), *([kept] if kept else [])),
+                detail=(*str(replace(worst, name=title_of(worst.name))).splitlines(), *([kept] if kept else [])),
                 next="test that card (consistency run --devices cpu,cuda --stages forward,gradient with this base and "
                 "adapter); take it out if it says the same",
             )
         )
+        outcome.wrong_block = WrongBlock(function=function, name=name, batch=batch)
     return outcome
 
 
@@ -129,8 +132,9 @@ def _why_not(watched: WatchedModel, batch: MicroBatch | None, name: str, noted: 
     return ""
 
 
-def _title(name: str) -> str:
-    return name.removeprefix("result['").removesuffix("']")
+def title_of(result: str) -> str:
+    """Return the name of a result of a block: `output` for `result['output']`."""
+    return result.removeprefix("result['").removesuffix("']")
 
 
 def inputs_of_block(
@@ -210,8 +214,49 @@ def _computed(block: torch.nn.Module, state: Mapping[str, torch.Tensor], args: A
     return torch.func.functional_call(_WithoutHooks(block), named, args, kwargs)
 
 
-def judge_block(block: torch.nn.Module, state: Mapping[str, torch.Tensor], inputs: BlockInputs) -> Any:
-    """Return the errors of a block's output, and of the gradients of its input and its trainable parameters.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockFunction:
+    """A block as a function of all that its results depend on.
+
+    Attributes
+    ----------
+    block : torch.nn.Module
+        The block.
+    compute : callable
+        Takes `inputs`; returns the block's output, and the gradients of its input and its trainable parameters.
+    state : dict of str to torch.Tensor
+        The block's parameters and buffers, whole.
+    inputs : tuple
+        `state`, the first sequence of the arguments by position and by name, and that of the gradient that arrives.
+    """
+
+    block: torch.nn.Module
+    compute: Callable[..., dict[str, torch.Tensor]]
+    state: dict[str, torch.Tensor]
+    inputs: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrongBlock:
+    """A block that was found wrong, as long as the weights are those of the pass.
+
+    Attributes
+    ----------
+    function : BlockFunction
+        The block with its inputs.
+    name : str
+        Name of the block.
+    batch : MicroBatch
+        The micro-batch whose autocast it computes in.
+    """
+
+    function: BlockFunction
+    name: str
+    batch: MicroBatch
+
+
+def function_of(block: torch.nn.Module, state: Mapping[str, torch.Tensor], inputs: BlockInputs) -> BlockFunction:
+    """Return a block as a function, with the first sequence of what entered it.
 
     Parameters
     ----------
@@ -221,14 +266,21 @@ def judge_block(block: torch.nn.Module, state: Mapping[str, torch.Tensor], input
     assert inputs.kwargs is not None
     assert inputs.incoming is not None
     rows = inputs.incoming.shape[0]
-    args = _first_row(inputs.args, rows)
-    kwargs = _first_row(inputs.kwargs, rows)
-    incoming = inputs.incoming[:1]
     trained = {name for name, parameter in block.named_parameters() if parameter.requires_grad}
-    with without_dropout(block):
-        return within_rounding(
-            _function_of(block, trained), dict(state), args, kwargs, incoming, gradients=False, passes=PASSES, calls=1
-        ).results
+    whole = dict(state)
+    arguments = _first_row(inputs.args, rows), _first_row(inputs.kwargs, rows)
+    return BlockFunction(
+        block=block,
+        compute=_forward_and_backward(block, trained),
+        state=whole,
+        inputs=(whole, *arguments, inputs.incoming[:1]),
+    )
+
+
+def judge_block(function: BlockFunction) -> tuple[ResultError, ...]:
+    """Return the errors of a block's results."""
+    with without_dropout(function.block):
+        return within_rounding(function.compute, *function.inputs, gradients=False, passes=PASSES, calls=1).results
 
 
 def _first_row(value: Any, rows: int) -> Any:
@@ -242,7 +294,7 @@ def _first_row(value: Any, rows: int) -> Any:
     return _pytree.tree_map(cut, value)
 
 
-def _function_of(block: torch.nn.Module, trained: set[str]) -> Callable[..., dict[str, torch.Tensor]]:
+def _forward_and_backward(block: torch.nn.Module, trained: set[str]) -> Callable[..., dict[str, torch.Tensor]]:
     """Return a block as a function of its parameters, its inputs and the gradient that arrives at its output."""
 
     def forward_and_backward(

@@ -55,6 +55,8 @@ class CheckOutcome:
     """Why the check, or a part of it, was not made; empty where it was."""
     figures: dict[str, Any] = field(default_factory=dict)
     discoveries: list[Discovery] = field(default_factory=list)
+    wrong_block: Any = None
+    """The `WrongBlock` that this rank has found, which it alone knows; None where it has found none."""
 
     @property
     def status(self) -> str:

@@ -58,6 +58,18 @@ class RankTalk:
                 request.wait()
         return pickle.loads(received.numpy().tobytes())
 
+    def tell_first(self, value: Any, *, sender: int) -> Any:
+        """Give the value of one rank to the first rank, which returns it; the others return None."""
+        if self.rank == sender == 0:
+            return value
+        values = [value]
+        if self.rank == sender:
+            dist.send_object_list(values, dst=0, group=self._group)
+        elif self.rank == 0:
+            dist.recv_object_list(values, src=sender, group=self._group)
+            return values[0]
+        return None
+
     def close(self) -> None:
         """Leave the group, as far as it is still there."""
         if self._group is not None and dist.is_initialized():

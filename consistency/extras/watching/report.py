@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from consistency.capture.records import TensorRecord
 from consistency.capture.whole_file import write_fully
+from consistency.capture.wording import counted
 from consistency.comparison import kinds
 from consistency.comparison.result import (
     ArchitectureGroup,
@@ -62,7 +66,14 @@ def write_line(folder: Path, step: int, outcome: CheckOutcome, elapsed_s: float)
             raise
 
 
-def as_comparison(discoveries: Sequence[Discovery], *, title: str, places: Sequence[str], steps: str) -> Comparison:
+def as_comparison(
+    discoveries: Sequence[Discovery],
+    *,
+    title: str,
+    places: Sequence[str],
+    steps: str,
+    stored: Mapping[tuple[int, str, str], TensorRecord],
+) -> Comparison:
     """Return what was discovered as a report has it.
 
     Parameters
@@ -73,9 +84,11 @@ def as_comparison(discoveries: Sequence[Discovery], *, title: str, places: Seque
         Host and device of each rank.
     steps : str
         The steps that were watched, in words.
+    stored : mapping
+        The records of results that are stored beside the report, by rank, layer and tensor.
     """
     names = tuple(worker_name(rank) for rank in range(len(places)))
-    findings = in_order(_finding(discovery) for discovery in discoveries)
+    findings = in_order(_finding(discovery, stored) for discovery in discoveries)
     workers = tuple(
         WorkerSummary(name=name, load_path=WATCH, architecture=place, model="", status="ok", host=place.split(",")[0])
         for name, place in zip(names, places, strict=True)
@@ -93,54 +106,77 @@ def as_comparison(discoveries: Sequence[Discovery], *, title: str, places: Seque
         reference=None,
         workers=workers,
         architectures=groups,
-        tensors=tuple(_rows(discoveries, names)),
+        tensors=tuple(_rows(discoveries, names, stored)),
         findings=findings,
     )
 
 
-def _finding(discovery: Discovery) -> Finding:
+def _finding(discovery: Discovery, stored: Mapping[tuple[int, str, str], TensorRecord]) -> Finding:
+    is_stored = any((rank, *place) in stored for rank in discovery.ranks for place in discovery.tensors)
     return Finding(
         kind=discovery.kind,
         severity=discovery.severity,
         message=discovery.message,
         workers=tuple(map(worker_name, discovery.ranks)),
         tensors=tuple(f"{WATCH}::{layer}.{tensor}" for layer, tensor in discovery.tensors),
-        detail=discovery.detail,
+        # the next step is then to show it again, and what it said stands before it
+        detail=(*discovery.detail, *([discovery.next] if is_stored else [])),
         next=discovery.next,
         load_paths=(WATCH,),
     )
 
 
-def _rows(discoveries: Sequence[Discovery], names: Sequence[str]) -> list[TensorComparison]:
+def _rows(
+    discoveries: Sequence[Discovery], names: Sequence[str], stored: Mapping[tuple[int, str, str], TensorRecord]
+) -> list[TensorComparison]:
     """Return a row for each tensor, outside on the ranks of its discoveries; a rank has one outcome of a tensor."""
-    outcomes: dict[tuple[str, str], dict[str, Outcome]] = {}
+    outcomes: dict[tuple[str, str], dict[int, Outcome]] = {}
     rules: dict[tuple[str, str], str] = {}
+    records: dict[tuple[str, str], TensorRecord] = {}
     # what a rule has judged says more than that bits differ
     for discovery in sorted(discoveries, key=lambda discovery: discovery.ratio is None):
-        workers = tuple(names[rank] for rank in discovery.ranks) or tuple(names)
-        ratio = None if discovery.ratio is None else Real(discovery.ratio)
+        ranks = discovery.ranks or tuple(range(len(names)))
         for place in dict.fromkeys(discovery.tensors):
-            by_worker = outcomes.setdefault(place, {})
-            rules.setdefault(place, "bitwise" if ratio is None else "block")
-            for worker in workers:
-                outcome = Outcome(
-                    workers=(worker,), reference=None, status="outside", reason=discovery.message, ratio=ratio
-                )
-                by_worker.setdefault(worker, outcome)
-    return [
-        TensorComparison(
-            stage=WATCH,
-            load_path=WATCH,
-            layer=layer,
-            tensor=tensor,
-            shape=(),
-            dtype="",
-            rule=rules[layer, tensor],
-            classes=(tuple(by_worker),),
-            outcomes=tuple(by_worker.values()),
+            by_rank = outcomes.setdefault(place, {})
+            rules.setdefault(place, "bitwise" if discovery.ratio is None else "block")
+            for rank in ranks:
+                record = stored.get((rank, *place))
+                if record is not None:
+                    records.setdefault(place, record)
+                by_rank.setdefault(rank, _outcome(discovery, names[rank], record))
+    rows = []
+    for place, by_rank in outcomes.items():
+        layer, tensor = place
+        record = records.get(place)
+        rows.append(
+            TensorComparison(
+                stage=WATCH,
+                load_path=WATCH,
+                layer=layer,
+                tensor=tensor,
+                shape=() if record is None else record.shape,
+                dtype="" if record is None else record.dtype,
+                rule=rules[place],
+                classes=(tuple(names[rank] for rank in by_rank),),
+                outcomes=tuple(by_rank.values()),
+            )
         )
-        for (layer, tensor), by_worker in outcomes.items()
-    ]
+    return rows
+
+
+def _outcome(discovery: Discovery, worker: str, record: TensorRecord | None) -> Outcome:
+    """Return what a discovery says of a tensor on a rank, with the worst element where the tensor is stored."""
+    ratio = None if discovery.ratio is None else Real(discovery.ratio)
+    outcome = Outcome(workers=(worker,), reference=None, status="outside", reason=discovery.message, ratio=ratio)
+    if record is None or record.measure is None:
+        return outcome
+    measured = msgspec.structs.replace(
+        outcome,
+        reference=record.reference,
+        word=record.word,
+        evidence={**record.evidence, **record.measure.evidence()},
+    )
+    return measured.with_measure(record.measure)
 
 
 def write_report(folder: Path, comparison: Comparison, began_s: float) -> list[str]:
@@ -154,4 +190,4 @@ def statement(comparison: Comparison) -> Statement:
     """Return what a report of a watch says first."""
     wrong = [finding for finding in comparison.findings if finding.severity == "error"]
     heading = "TRAINING GOES WRONG" if wrong else "NO FAULT SEEN"
-    return Statement(heading=heading, sentence=f"{len(comparison.workers)} ranks, {comparison.level}")
+    return Statement(heading=heading, sentence=f"{counted(len(comparison.workers), 'rank')}, {comparison.level}")

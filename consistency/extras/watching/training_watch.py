@@ -35,15 +35,18 @@ from consistency.extras.watching.agreement import (
     digests_of,
     optimizer_tensors,
 )
-from consistency.extras.watching.block_on_cpu import check_block
+from consistency.extras.watching.block_evidence import BlockEvidence, evidence_of
+from consistency.extras.watching.block_on_cpu import WrongBlock, check_block
 from consistency.extras.watching.counters import check_counters
+from consistency.extras.watching.evidence_folder import EvidenceFolder
 from consistency.extras.watching.grouping import one_for_each_fault
-from consistency.extras.watching.kinds import BASE_CHANGED
+from consistency.extras.watching.kinds import BASE_CHANGED, WRONG_BLOCK
 from consistency.extras.watching.loss_by_rank import LossByRank, loss_in
 from consistency.extras.watching.micro_batch import (
     MicroBatch,
     PassMarks,
     WatchedModel,
+    buffers_kept,
     is_inside_compiled_call,
     not_compiled,
 )
@@ -62,6 +65,7 @@ from consistency.extras.watching.set_up import (
 from consistency.extras.watching.sharded_block import ShardedBlock, can_be_gathered
 from consistency.extras.watching.standstill import Standstill
 from consistency.extras.watching.sums import LocalSum, check_sum, local_sum
+from consistency.workflows.report_folder import CAPTURES
 
 OnFinding = Literal["warn", "stop", "raise"]
 _ON_FINDING = ("warn", "stop", "raise")
@@ -154,6 +158,9 @@ class Watch:
         self._was_not_finite = False
         self._said: set[tuple[Any, ...]] = set()
         self._unwritten: set[str] = set()
+        self._evidence = EvidenceFolder()
+        # the first rank writes it, so that its folder decides for all
+        self._keeps_evidence: bool = self._talk.gather(self.folder is not None)[0]
         self._standstill = Standstill(
             self._talk,
             self._places,
@@ -435,10 +442,46 @@ class Watch:
         seconds = sum(elapsed for _, elapsed in outcomes)
         self.metrics = {"watch/findings": float(len(self.findings)), "watch/seconds": seconds}
         self._last_checked = step
+        self._store_evidence(new, [outcome for outcome, _ in outcomes])
         if self._talk.rank == 0:
             self._write(step, outcomes, by_rank, new)
         if any(discovery.severity != "note" for discovery in new):
             self._act(new)
+
+    def _store_evidence(self, new: Sequence[Discovery], outcomes: Sequence[CheckOutcome]) -> None:
+        """Have the first rank store what shows each block that was found wrong just now; every rank comes here."""
+        if not self._keeps_evidence:
+            return
+        own = next((outcome.wrong_block for outcome in outcomes if outcome.wrong_block is not None), None)
+        for discovery in new:
+            if discovery.kind != WRONG_BLOCK:
+                continue
+            sender = discovery.ranks[0]
+            is_own = self._talk.rank == sender
+            evidence = self._talk.tell_first(self._evidence_of(own) if is_own else None, sender=sender)
+            if evidence is None or self.folder is None:
+                continue
+            try:
+                self._evidence.add(sender, evidence, self.folder, self._title)
+            except (OSError, CaptureError) as error:  # a full disk ends no training
+                self._say_unwritten(_unwritten(self.folder / CAPTURES, error))
+
+    def _evidence_of(self, wrong: WrongBlock | None) -> BlockEvidence | None:
+        """Compute once more what shows a wrong block; None where it cannot be had: a reproducer is not worth a run."""
+        if wrong is None:
+            return None
+        try:
+            with wrong.batch.conditions(self._watched.device), buffers_kept(wrong.function.block):
+                rank = self._talk.rank
+                return evidence_of(wrong.function, wrong.name, rank, self._places[rank])
+        except Exception as error:  # model code may raise anything
+            _say(f"no reproducer of {wrong.name}: {first_line(error)}")
+            return None
+
+    @property
+    def _title(self) -> str:
+        """The model, in words."""
+        return type(self._watched.model).__name__
 
     def _write(
         self, step: int, outcomes: list[tuple[CheckOutcome, float]], by_rank: list[list[list[Discovery]]], new: Any
@@ -469,9 +512,10 @@ class Watch:
         for discovery in new:
             _say(f"{discovery.severity}: {discovery.message}")
         if new and self.folder is not None:
-            title = type(self._watched.model).__name__
             steps = f"steps {self._first_step + 1} to {step}, checked every {self.every}"
-            comparison = report.as_comparison(self.findings, title=title, places=self._places, steps=steps)
+            comparison = report.as_comparison(
+                self.findings, title=self._title, places=self._places, steps=steps, stored=self._evidence.records
+            )
             try:
                 unwritten = report.write_report(self.folder, comparison, self._began_s)
             except OSError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 import consistency
+from consistency.extras.diagnosis.reproduce.folder import reproduce
 from consistency.extras.watching.watch import TrainingError
 from tests.extras.watching.faults import (
     add_in_half,
@@ -104,6 +106,11 @@ def test_what_one_fault_does_is_one_finding_in_the_report(tmp_path: Path) -> Non
     for pair in ("ranks 0 and 1", "ranks 1 and 2"):
         assert any(line.startswith(f"with it: {pair} compute") for line in finding.detail), finding.detail
     assert all((tmp_path / name).is_file() for name in ("report.md", "report.html", "watch.jsonl"))
+    # the rank has given the first one what shows it
+    reproduced = reproduce(tmp_path, 1, tmp_path / "repro")
+    assert reproduced.happens_here, reproduced.output
+    facts = json.loads((tmp_path / "repro" / "finding.json").read_text())
+    assert (facts["worker"], facts["device"]) == ("rank 1", "cpu")
 
 
 def test_all_ranks_raise_alike() -> None:

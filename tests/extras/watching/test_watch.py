@@ -6,6 +6,10 @@ from __future__ import annotations
 import errno
 import json
 import os
+import socket
+import subprocess
+import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -20,6 +24,7 @@ from consistency.errors import CaptureError, UsageError
 from consistency.extras.watching import report
 from consistency.extras.watching.outcome import CheckOutcome
 from consistency.extras.watching.watch import TrainingError
+from tests.conftest import Cli
 from tests.extras.watching.trainings import Training, batch, block, flip, is_of_the_device, losses, tiny_llama, trainer
 
 pytestmark = pytest.mark.process
@@ -215,8 +220,75 @@ def test_a_card_that_is_always_wrong_is_named_by_the_cpu(tmp_path: Path) -> None
     report = consistency.load_report(tmp_path)
     assert report.verdict == "inconsistent"
     tensors = load_file(tmp_path / "block-of-step-2-rank-0.safetensors")
-    assert str(tmp_path / "block-of-step-2-rank-0.safetensors") in report.findings[0].detail[-1]
+    file = str(tmp_path / "block-of-step-2-rank-0.safetensors")
+    assert any(line.endswith(file) for line in report.findings[0].detail)
     assert torch.equal(computed_again(tensors, seed=1), computed_again(tensors, seed=2)), "all weights are in the file"
+
+
+def scaled_then_another(step: int, training: Training) -> None:
+    """Have a second block go wrong at a later step."""
+    scaled(step, training)
+    if step == 3:
+        training.model.get_base_model().model.layers[2].mlp.register_forward_hook(
+            lambda module, args, output: output * 1.02 if is_of_the_device() else output
+        )
+
+
+def test_a_wrong_block_is_shown_without_this_tool(cli_here: Cli, tmp_path: Path) -> None:
+    """By a script that computes what torch was called for, on another machine too."""
+    watched = tmp_path / "watch"
+    found = Training(steps=6, every=1).run(watched, scaled_then_another)
+    assert [one.tensors[0][0] for one in found] == ["model.layers.1", "model.layers.2"]
+    shown = cli_here("show", watched).stdout
+    for number in (1, 2):
+        assert f"consistency reproduce {watched} --finding {number} --out" in " ".join(shown.split()), shown
+    redacted = tmp_path / "public.zip"
+    made = cli_here("reproduce", watched, "--finding", 2, "--redact", "--out", redacted)
+    assert "reproduced: it happens on this machine" in made.stdout, made.stdout + made.stderr
+    with zipfile.ZipFile(redacted) as archive:
+        archive.extractall(tmp_path)
+    folder = tmp_path / "public"
+    again = subprocess.run(
+        [sys.executable, "-I", "reproduce.py"], cwd=folder, capture_output=True, text=True, check=False
+    )
+    assert again.returncode == 1, again.stdout + again.stderr
+    assert "model.layers.2" in again.stdout
+    assert "bitwise as recorded" in again.stdout
+    texts = [file.read_text() for file in folder.iterdir() if file.suffix in (".json", ".md", ".txt")]
+    assert not any(socket.gethostname() in text or str(tmp_path) in text for text in texts)
+
+
+def test_a_reproducer_that_cannot_be_written_ends_no_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    full = CaptureError("cannot store a tensor", got=os.strerror(errno.ENOSPC))
+    with patch("consistency.extras.watching.evidence_folder.store_tensor", side_effect=full):
+        training = Training(steps=3, every=1)
+        found = training.run(tmp_path, scaled)
+    assert [one.kind for one in found] == ["wrong-block"]
+    assert len(training.losses) == 3
+    assert "cannot write" in capsys.readouterr().err
+    assert not (tmp_path / "captures").exists()
+    assert consistency.load_report(tmp_path).verdict == "inconsistent"
+
+
+def test_a_block_that_was_wrong_once_has_no_reproducer(cli_here: Cli, tmp_path: Path) -> None:
+    """What is right when it is computed once more is not said to be wrong by a script."""
+
+    def scaled_until_judged(step: int, training: Training) -> None:
+        if step != 1:
+            return
+        passes = iter([1.02] * 3)  # the training's, the pass once more, and the block's by itself
+        block(training).self_attn.o_proj.register_forward_hook(
+            lambda module, args, output: output * next(passes, 1.0) if is_of_the_device() else output
+        )
+
+    found = Training(steps=1, every=1).run(tmp_path, scaled_until_judged)
+    assert [one.kind for one in found] == ["wrong-block"]
+    assert not (tmp_path / "captures").exists()
+    shown = cli_here("show", tmp_path).stdout
+    assert "consistency reproduce" not in shown
+    assert "next: test that card" in shown
 
 
 def test_a_gradient_that_has_just_come_is_no_parameter_that_stays() -> None:

@@ -20,6 +20,8 @@ import torch.multiprocessing as mp
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from consistency.worker.model.call_trace import CallTrace
+
 VOCABULARY = 64
 
 
@@ -117,7 +119,8 @@ def flip(tensor: torch.Tensor) -> None:
 
 def is_of_the_device() -> bool:
     """Report whether a pass is one of the device, and not of the float64 or the noise that judges it."""
-    return _get_current_dispatch_mode() is None
+    mode = _get_current_dispatch_mode()
+    return mode is None or isinstance(mode, CallTrace)
 
 
 def block(training: Training) -> Any:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from consistency.capture.names import CALLS, CUT, HOST, LIMITS, NOT_RECOMPUTED, split_pair
+from consistency.capture.names import CALLS, CUT, DEVICE, HOST, LIMITS, NOT_RECOMPUTED, split_pair
 from consistency.case import standard
 from consistency.case.load_path import LoadPath
 from consistency.devices.spec import parse_device
@@ -194,9 +194,12 @@ def _limits(stated: Any) -> dict[str, float] | None:
 
 def device_of(evidence: Evidence) -> str:
     """Return the device of the finding, without its variant; of an inference engine, its name."""
-    if evidence.worker.info.engine is not None:
-        return evidence.worker.info.name
-    return dataclasses.replace(parse_device(evidence.worker.info.name), variant=None).name
+    info = evidence.worker.info
+    if info.engine is not None:
+        return info.name
+    # a rank of a training is not named after its device
+    name = str(info.environment.get(DEVICE, info.name))
+    return dataclasses.replace(parse_device(name), variant=None).name
 
 
 def load_arguments(evidence: Evidence) -> dict[str, Any]:

@@ -12,8 +12,8 @@ from consistency.numerics.rules import judge_relative
 from tests.comparison.made_records import computed, forward
 
 
-def of(record: Any, *, name: str = "cpu", engine: str | None = None) -> Any:
-    worker = SimpleNamespace(info=SimpleNamespace(name=name, engine=engine))
+def of(record: Any, *, name: str = "cpu", engine: str | None = None, environment: dict[str, str] | None = None) -> Any:
+    worker = SimpleNamespace(info=SimpleNamespace(name=name, engine=engine, environment=environment or {}))
     return SimpleNamespace(record=record, worker=worker)
 
 
@@ -34,8 +34,15 @@ def test_the_tolerance_of_a_bound_is_that_of_its_ratio() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "engine", "device"),
-    [("cpu@baseline", None, "cpu"), ("cuda:1@tf32", None, "cuda:1"), ("part", "vllm", "part")],
+    ("name", "engine", "environment", "device"),
+    [
+        ("cpu@baseline", None, {}, "cpu"),
+        ("cuda:1@tf32", None, {}, "cuda:1"),
+        ("part", "vllm", {}, "part"),
+        ("rank 3", None, {"device": "cuda:1"}, "cuda:1"),
+    ],
 )
-def test_an_engine_is_no_device(name: str, engine: str | None, device: str) -> None:
-    assert parts.device_of(of(computed(), name=name, engine=engine)) == device
+def test_a_worker_may_be_named_otherwise_than_its_device(
+    name: str, engine: str | None, environment: dict[str, str], device: str
+) -> None:
+    assert parts.device_of(of(computed(), name=name, engine=engine, environment=environment)) == device
