@@ -15,7 +15,8 @@ import torch
 from consistency.capture.names import COMPUTED_AGAIN, DEVICE, LIMITS, NOT_RECOMPUTED
 from consistency.capture.records import TensorRecord, WorkerInfo
 from consistency.errors import first_line
-from consistency.extras.watching.block_on_cpu import PASSES, BlockFunction, title_of, without_dropout
+from consistency.extras.watching.block_function import BlockFunction, without_dropout
+from consistency.extras.watching.block_on_cpu import PASSES, title_of
 from consistency.extras.watching.report import WATCH, worker_name
 from consistency.numerics.aten_calls import largest_ratio
 from consistency.numerics.digest import digest

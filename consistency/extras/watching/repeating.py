@@ -17,7 +17,7 @@ from torch.utils import _pytree
 
 from consistency.comparison import kinds
 from consistency.errors import first_line
-from consistency.extras.watching.block_on_cpu import BlockInputs, keep_inputs_of
+from consistency.extras.watching.block_function import BlockInputs, keep_inputs_of
 from consistency.extras.watching.kinds import OTHER_RANK_DIFFERS
 from consistency.extras.watching.micro_batch import MicroBatch, PassMarks, WatchedModel
 from consistency.extras.watching.outcome import CheckOutcome, Discovery

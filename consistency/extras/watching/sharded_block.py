@@ -13,7 +13,7 @@ from typing import Any
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from consistency.extras.watching.block_on_cpu import BlockInputs, keep_inputs_of
+from consistency.extras.watching.block_function import BlockInputs, keep_inputs_of
 from consistency.extras.watching.micro_batch import WatchedModel
 from consistency.extras.watching.sums import LocalSum
 

@@ -18,7 +18,7 @@ class Callback(TrainerCallback):  # type: ignore[misc]  # transformers' types ar
 
     Parameters
     ----------
-    every, on_finding, timeout_s
+    every, on_finding, timeout_s, beside
         As of `Watch`; `stop` has the Trainer save a checkpoint first.
     output : path, optional
         Folder of the results; by default `watch` in the Trainer's output folder.
@@ -34,9 +34,15 @@ class Callback(TrainerCallback):  # type: ignore[misc]  # transformers' types ar
         output: str | Path | None = None,
         resumed_from: str | Path | None = None,
         timeout_s: float = 600.0,
+        beside: bool | None = None,
     ) -> None:
         self.watch: Watch | None = None
-        self._options: dict[str, Any] = {"every": every, "on_finding": on_finding, "timeout_s": timeout_s}
+        self._options: dict[str, Any] = {
+            "every": every,
+            "on_finding": on_finding,
+            "timeout_s": timeout_s,
+            "beside": beside,
+        }
         self._output, self._resumed_from = output, resumed_from
 
     @property

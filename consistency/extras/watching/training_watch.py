@@ -35,8 +35,10 @@ from consistency.extras.watching.agreement import (
     digests_of,
     optimizer_tensors,
 )
+from consistency.extras.watching.beside import LEAST_THREADS, JudgeBeside, free_threads
 from consistency.extras.watching.block_evidence import BlockEvidence, evidence_of
-from consistency.extras.watching.block_on_cpu import WrongBlock, check_block
+from consistency.extras.watching.block_function import BlockInputs
+from consistency.extras.watching.block_on_cpu import CHECK, WrongBlock, check_block, function_to_judge
 from consistency.extras.watching.counters import check_counters
 from consistency.extras.watching.evidence_folder import EvidenceFolder
 from consistency.extras.watching.grouping import one_for_each_fault
@@ -108,6 +110,9 @@ class Watch:
     timeout_s : float
         Seconds that a rank waits for the others in a check, and that a training of several ranks may stand still: then
         the rank that it waits for is named. With ``on_finding="raise"`` all processes that are left end, with status 1.
+    beside : bool, optional
+        Whether the CPU's part of a check runs in a process beside the training, and is said at the next check; by
+        default where two cores for each rank are left beside those that the training computes with.
     """
 
     def __init__(
@@ -121,6 +126,7 @@ class Watch:
         first_step: int = 0,
         resumed_from: str | Path | None = None,
         timeout_s: float = 600.0,
+        beside: bool | None = None,
     ) -> None:
         if every < 1:
             raise UsageError("a watch checks at every so many steps", where="every=", got=every, wanted="1 or more")
@@ -161,6 +167,9 @@ class Watch:
         self._evidence = EvidenceFolder()
         # the first rank writes it, so that its folder decides for all
         self._keeps_evidence: bool = self._talk.gather(self.folder is not None)[0]
+        self._timeout_s = timeout_s
+        self._beside = self._process_beside(beside)
+        self._is_beside_anywhere = any(self._talk.gather(self._beside is not None))
         self._standstill = Standstill(
             self._talk,
             self._places,
@@ -194,7 +203,18 @@ class Watch:
         for handle in self._handles:
             handle.remove()
         self._end_step()
-        self._handles = []
+        was_open, self._handles = bool(self._handles), []
+        try:
+            if was_open and self._is_beside_anywhere:
+                self._conclude(self._done, [(self._last_outcome_beside(), 0.0)])
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        """End what runs beside the training."""
+        if self._beside is not None:
+            self._beside.close()
+            self._beside = None
         self._standstill.close()
         self._talk.close()
 
@@ -417,7 +437,50 @@ class Watch:
         if name != turn:
             noted = None  # a pass once more tells what that one has
         file = None if self.folder is None else self.folder / f"block-of-step-{step}-rank-{self._talk.rank}.safetensors"
-        return check_block(self._watched, self._last_batch, name, self._talk, between, noted, file)
+        if self._beside is None:
+            return check_block(self._watched, self._last_batch, name, self._talk, between, noted, file)
+        earlier = self._beside.outcome(self._talk)
+        if earlier is None and self._beside.waiting is not None:
+            reason = f"the CPU still computes {self._beside.waiting.name} as it was in step {self._beside.waiting.step}"
+            earlier = CheckOutcome(check=CHECK, not_checked=reason)
+        # bits that differ are not left to the next check
+        waits = bool(suspects) or self._beside.waiting is not None
+        outcome = self._begun_beside(step, name, between, noted, file) if not waits else None
+        if outcome is None and (suspects or not waits):
+            outcome = check_block(self._watched, self._last_batch, name, self._talk, between, noted, file)
+        return _together(earlier, outcome)
+
+    def _begun_beside(
+        self, step: int, name: str, between: str, noted: BlockInputs | None, file: Path | None
+    ) -> CheckOutcome | None:
+        """Have a block judged beside the training; None where it has to be judged in it, from now on too."""
+        batch = self._last_batch
+        function = function_to_judge(self._watched, batch, name, noted)
+        if batch is None or isinstance(function, str):
+            return CheckOutcome(check=CHECK, figures={"block": name}, not_checked=str(function))
+        assert self._beside is not None
+        why_not = self._beside.begin(function, batch, name=name, step=step, between=between, keep_in=file)
+        if not why_not:
+            return CheckOutcome(check=CHECK, not_checked=f"{name} is computed beside the training")
+        self._beside.close()
+        self._beside = None
+        _say(f"blocks are judged in the training, and not beside it: {why_not}")
+        return None
+
+    def _last_outcome_beside(self) -> CheckOutcome:
+        """Return what the process beside says last: there is no further check to say it at."""
+        outcome = None
+        if self._beside is not None:
+            outcome = self._beside.outcome(self._talk, wait_s=self._timeout_s / 2)
+        return outcome or CheckOutcome(check=CHECK, not_checked="no block is left that was begun beside the training")
+
+    def _process_beside(self, wanted: bool | None) -> JudgeBeside | None:
+        """Return the process that judges blocks beside this rank; None where there is none."""
+        threads = free_threads(self._places, self._places[self._talk.rank], self._watched.device)
+        is_wanted = threads >= LEAST_THREADS if wanted is None else wanted
+        if not is_wanted or self._watched.is_split or not self._watched.blocks:
+            return None
+        return JudgeBeside(max(1, threads))
 
     def _block_in_turn(self, step: int) -> str:
         """Return the block that is judged in a step; empty where none can be."""
@@ -545,6 +608,17 @@ class Watch:
             worst = next(discovery for discovery in new if discovery.severity != "note")
             where = None if self.folder is None else f"consistency show {self.folder}"
             raise TrainingError(worst.message, where=where, hint=worst.next)
+
+
+def _together(earlier: CheckOutcome | None, later: CheckOutcome | None) -> CheckOutcome:
+    """Return one outcome of a check of an earlier step, which was told just now, and of that of this step."""
+    first, *others = [outcome for outcome in (earlier, later) if outcome is not None]
+    for other in others:
+        first.discoveries += other.discoveries
+        first.wrong_block = first.wrong_block or other.wrong_block
+        if "ratio" in other.figures:  # of a block that was judged at once
+            first.figures["at once"] = other.figures
+    return first
 
 
 def _say(text: str) -> None:
