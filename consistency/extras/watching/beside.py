@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,12 +45,12 @@ _ROOM_BYTES = 2**24
 _PROGRAM = "consistency.extras.watching.beside_process"
 
 
-def free_threads(places: list[str], own: str, device: torch.device) -> int:
+def free_threads(places: Sequence[str], own: str, device: torch.device) -> int:
     """Return how many cores of this host are left for each of its ranks, beside those that the training computes with.
 
     Parameters
     ----------
-    places : list of str
+    places : sequence of str
         Host and device of each rank, as `place_of_rank` has them.
     own : str
         Those of this rank.
@@ -61,34 +62,47 @@ def free_threads(places: list[str], own: str, device: torch.device) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Waiting:
-    """A block that the process beside has.
+class BlockTurn:
+    """Which block is judged, of which step.
 
     Attributes
     ----------
-    file : Path
-        File of the job.
-    block : torch.nn.Module
-        The block of the model.
     name : str
         Name of the block.
     step : int
         The step whose micro-batch it computes.
-    batch : MicroBatch
-        The micro-batch.
     between : str
         The steps between which a fault came, in words.
     keep_in : Path or None
         File for the tensors of a block that is wrong.
     """
 
-    file: Path
-    block: torch.nn.Module
     name: str
     step: int
-    batch: MicroBatch
     between: str
     keep_in: Path | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Waiting:
+    """A block that the process beside has.
+
+    Attributes
+    ----------
+    turn : BlockTurn
+        Which block it is.
+    file : Path
+        File of the job.
+    block : torch.nn.Module
+        The block of the model.
+    batch : MicroBatch
+        The micro-batch.
+    """
+
+    turn: BlockTurn
+    file: Path
+    block: torch.nn.Module
+    batch: MicroBatch
 
 
 class _LimitedFile(io.FileIO):
@@ -153,16 +167,7 @@ class JudgeBeside:
         """Return the block that was begun and is not judged yet."""
         return self._waiting
 
-    def begin(
-        self,
-        function: BlockFunction,
-        batch: MicroBatch,
-        *,
-        name: str,
-        step: int,
-        between: str,
-        keep_in: Path | None,
-    ) -> str:
+    def begin(self, function: BlockFunction, batch: MicroBatch, turn: BlockTurn) -> str:
         """Give a block to the process; return why that cannot be done, empty where it was."""
         self._number += 1
         file = Path(self._folder.name) / f"{self._number}.pt"
@@ -185,9 +190,7 @@ class JudgeBeside:
         except Exception as error:  # a block may hold what cannot be pickled, and a disk may be full
             file.unlink(missing_ok=True)
             return first_line(error)
-        self._waiting = Waiting(
-            file=file, block=function.block, name=name, step=step, batch=batch, between=between, keep_in=keep_in
-        )
+        self._waiting = Waiting(turn=turn, file=file, block=function.block, batch=batch)
         return ""
 
     def outcome(self, talk: RankTalk, *, wait_s: float = 0.0) -> CheckOutcome | None:
@@ -206,11 +209,11 @@ class JudgeBeside:
             return None
         self._waiting = None
         if answer["within"]:
-            outcome = CheckOutcome(check=CHECK, figures={"block": waiting.name, "ratio": answer["ratio"]})
+            outcome = CheckOutcome(check=CHECK, figures={"block": waiting.turn.name, "ratio": answer["ratio"]})
         else:
             outcome = self._judged_here(waiting, talk)
             outcome.figures["judged once more"] = answer.get("error", "not within rounding")
-        outcome.figures |= {"of step": waiting.step, "seconds beside": answer.get("seconds", 0.0)}
+        outcome.figures |= {"of step": waiting.turn.step, "seconds beside": answer.get("seconds", 0.0)}
         for file in (waiting.file, answer_of(waiting.file)):
             file.unlink(missing_ok=True)
         return outcome
@@ -241,7 +244,8 @@ class JudgeBeside:
 
         inputs = _pytree.tree_map(on_device, job.function.inputs)
         function = BlockFunction(block=waiting.block, inputs=inputs)
-        return judged_block(function, waiting.batch, waiting.name, talk, waiting.between, waiting.keep_in)
+        turn = waiting.turn
+        return judged_block(function, waiting.batch, turn.name, talk, turn.between, turn.keep_in)
 
     def close(self) -> None:
         """End the process, and remove what it was given."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -40,6 +41,14 @@ LINES = "watch.jsonl"
 def worker_name(rank: int) -> str:
     """Return the name of a rank in a report."""
     return f"rank {rank}"
+
+
+def say(text: str) -> None:
+    """Print a line on stderr; where that is a file on a full disk, the training goes on without."""
+    with suppress(OSError):
+        # in one piece: another thread may be printing the traceback of an error
+        sys.stderr.write(f"consistency.watch: {text}\n")
+        sys.stderr.flush()
 
 
 def write_line(folder: Path, step: int, outcome: CheckOutcome, elapsed_s: float) -> None:

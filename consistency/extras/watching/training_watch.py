@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -35,20 +33,16 @@ from consistency.extras.watching.agreement import (
     digests_of,
     optimizer_tensors,
 )
-from consistency.extras.watching.beside import LEAST_THREADS, JudgeBeside, free_threads
-from consistency.extras.watching.block_evidence import BlockEvidence, evidence_of
-from consistency.extras.watching.block_function import BlockInputs
-from consistency.extras.watching.block_on_cpu import CHECK, WrongBlock, check_block, function_to_judge
+from consistency.extras.watching.block_turns import BlockTurns
 from consistency.extras.watching.counters import check_counters
 from consistency.extras.watching.evidence_folder import EvidenceFolder
 from consistency.extras.watching.grouping import one_for_each_fault
-from consistency.extras.watching.kinds import BASE_CHANGED, WRONG_BLOCK
+from consistency.extras.watching.kinds import BASE_CHANGED
 from consistency.extras.watching.loss_by_rank import LossByRank, loss_in
 from consistency.extras.watching.micro_batch import (
     MicroBatch,
     PassMarks,
     WatchedModel,
-    buffers_kept,
     is_inside_compiled_call,
     not_compiled,
 )
@@ -67,7 +61,6 @@ from consistency.extras.watching.set_up import (
 from consistency.extras.watching.sharded_block import ShardedBlock, can_be_gathered
 from consistency.extras.watching.standstill import Standstill
 from consistency.extras.watching.sums import LocalSum, check_sum, local_sum
-from consistency.workflows.report_folder import CAPTURES
 
 OnFinding = Literal["warn", "stop", "raise"]
 _ON_FINDING = ("warn", "stop", "raise")
@@ -164,12 +157,11 @@ class Watch:
         self._was_not_finite = False
         self._said: set[tuple[Any, ...]] = set()
         self._unwritten: set[str] = set()
-        self._evidence = EvidenceFolder()
-        # the first rank writes it, so that its folder decides for all
-        self._keeps_evidence: bool = self._talk.gather(self.folder is not None)[0]
+        self._evidence = EvidenceFolder(self._talk, self.folder, self._places)
         self._timeout_s = timeout_s
-        self._beside = self._process_beside(beside)
-        self._is_beside_anywhere = any(self._talk.gather(self._beside is not None))
+        self._blocks = BlockTurns(
+            self._watched, self._talk, self._places, every=every, folder=self.folder, beside=beside
+        )
         self._standstill = Standstill(
             self._talk,
             self._places,
@@ -205,18 +197,12 @@ class Watch:
         self._end_step()
         was_open, self._handles = bool(self._handles), []
         try:
-            if was_open and self._is_beside_anywhere:
-                self._conclude(self._done, [(self._last_outcome_beside(), 0.0)])
+            if was_open and self._blocks.is_beside_anywhere:
+                self._conclude(self._done, [(self._blocks.last(wait_s=self._timeout_s / 2), 0.0)])
         finally:
-            self._end()
-
-    def _end(self) -> None:
-        """End what runs beside the training."""
-        if self._beside is not None:
-            self._beside.close()
-            self._beside = None
-        self._standstill.close()
-        self._talk.close()
+            self._blocks.close()
+            self._standstill.close()
+            self._talk.close()
 
     def is_due(self, step: int) -> bool:
         """Return whether a step is checked: the first one of this process, and every so many."""
@@ -281,7 +267,7 @@ class Watch:
     def _begin_sums(self) -> None:
         """Have what backward passes give two tensors noted until the end of the step."""
         number = 0 if self._done == self._first_step else (self._done + 1) // self.every
-        name = self._block_in_turn(self._done + 1)
+        name = self._blocks.in_turn(self._done + 1)
         if can_be_gathered(self._watched, name):
             self._sharded = ShardedBlock(self._watched, name, number)
             self._local_sum = self._sharded.local
@@ -352,10 +338,10 @@ class Watch:
         yield lambda: self._loss_by_rank.check(self._own_norm(), self._talk, between)
         yield lambda: check_sum(self._watched, self._local_sum, self._talk, between)
         yield lambda: check_weights(self._watched, self._batches, self._parts)
-        turn = self._block_in_turn(step)
+        turn = self._blocks.in_turn(step)
         yield lambda: self._repeats.check(self._watched, self._last_batch, self._talk, between, turn)
         yield lambda: check_on_next_rank(self._watched, self._last_batch, self._repeats, self._talk, between)
-        yield lambda: self._check_block(step, between)
+        yield lambda: self._blocks.check(step, between, self._last_batch, self._repeats, self._sharded)
         yield lambda: check_counters(self._counters, self._watched.device, self._talk, between)
 
     @property
@@ -428,65 +414,6 @@ class Watch:
         total = None if self._local_sum is None else self._local_sum.total
         return None if total is None else float(total.norm())
 
-    def _check_block(self, step: int, between: str) -> CheckOutcome:
-        """Judge one block on every rank: the one at which bits differed on any, or else the next one in turn."""
-        suspects = [name for name in self._talk.gather(self._repeats.suspect) if name]
-        turn = self._block_in_turn(step)
-        name = suspects[0] if suspects else turn
-        noted = self._repeats.inputs if self._sharded is None else self._sharded.inputs
-        if name != turn:
-            noted = None  # a pass once more tells what that one has
-        file = None if self.folder is None else self.folder / f"block-of-step-{step}-rank-{self._talk.rank}.safetensors"
-        if self._beside is None:
-            return check_block(self._watched, self._last_batch, name, self._talk, between, noted, file)
-        earlier = self._beside.outcome(self._talk)
-        if earlier is None and self._beside.waiting is not None:
-            reason = f"the CPU still computes {self._beside.waiting.name} as it was in step {self._beside.waiting.step}"
-            earlier = CheckOutcome(check=CHECK, not_checked=reason)
-        # bits that differ are not left to the next check
-        waits = bool(suspects) or self._beside.waiting is not None
-        outcome = self._begun_beside(step, name, between, noted, file) if not waits else None
-        if outcome is None and (suspects or not waits):
-            outcome = check_block(self._watched, self._last_batch, name, self._talk, between, noted, file)
-        return _together(earlier, outcome)
-
-    def _begun_beside(
-        self, step: int, name: str, between: str, noted: BlockInputs | None, file: Path | None
-    ) -> CheckOutcome | None:
-        """Have a block judged beside the training; None where it has to be judged in it, from now on too."""
-        batch = self._last_batch
-        function = function_to_judge(self._watched, batch, name, noted)
-        if batch is None or isinstance(function, str):
-            return CheckOutcome(check=CHECK, figures={"block": name}, not_checked=str(function))
-        assert self._beside is not None
-        why_not = self._beside.begin(function, batch, name=name, step=step, between=between, keep_in=file)
-        if not why_not:
-            return CheckOutcome(check=CHECK, not_checked=f"{name} is computed beside the training")
-        self._beside.close()
-        self._beside = None
-        _say(f"blocks are judged in the training, and not beside it: {why_not}")
-        return None
-
-    def _last_outcome_beside(self) -> CheckOutcome:
-        """Return what the process beside says last: there is no further check to say it at."""
-        outcome = None
-        if self._beside is not None:
-            outcome = self._beside.outcome(self._talk, wait_s=self._timeout_s / 2)
-        return outcome or CheckOutcome(check=CHECK, not_checked="no block is left that was begun beside the training")
-
-    def _process_beside(self, wanted: bool | None) -> JudgeBeside | None:
-        """Return the process that judges blocks beside this rank; None where there is none."""
-        threads = free_threads(self._places, self._places[self._talk.rank], self._watched.device)
-        is_wanted = threads >= LEAST_THREADS if wanted is None else wanted
-        if not is_wanted or self._watched.is_split or not self._watched.blocks:
-            return None
-        return JudgeBeside(max(1, threads))
-
-    def _block_in_turn(self, step: int) -> str:
-        """Return the block that is judged in a step; empty where none can be."""
-        names = list(self._watched.blocks)
-        return names[(step // self.every) % len(names)] if names else ""
-
     # --- what follows from it -----------------------------------------------------------------------------------------
 
     def _conclude(self, step: int, outcomes: list[tuple[CheckOutcome, float]]) -> None:
@@ -505,41 +432,12 @@ class Watch:
         seconds = sum(elapsed for _, elapsed in outcomes)
         self.metrics = {"watch/findings": float(len(self.findings)), "watch/seconds": seconds}
         self._last_checked = step
-        self._store_evidence(new, [outcome for outcome, _ in outcomes])
+        for text in self._evidence.store(new, [outcome for outcome, _ in outcomes], self._title):
+            self._say_unwritten(text)
         if self._talk.rank == 0:
             self._write(step, outcomes, by_rank, new)
         if any(discovery.severity != "note" for discovery in new):
             self._act(new)
-
-    def _store_evidence(self, new: Sequence[Discovery], outcomes: Sequence[CheckOutcome]) -> None:
-        """Have the first rank store what shows each block that was found wrong just now; every rank comes here."""
-        if not self._keeps_evidence:
-            return
-        own = next((outcome.wrong_block for outcome in outcomes if outcome.wrong_block is not None), None)
-        for discovery in new:
-            if discovery.kind != WRONG_BLOCK:
-                continue
-            sender = discovery.ranks[0]
-            is_own = self._talk.rank == sender
-            evidence = self._talk.tell_first(self._evidence_of(own) if is_own else None, sender=sender)
-            if evidence is None or self.folder is None:
-                continue
-            try:
-                self._evidence.add(sender, evidence, self.folder, self._title)
-            except (OSError, CaptureError) as error:  # a full disk ends no training
-                self._say_unwritten(_unwritten(self.folder / CAPTURES, error))
-
-    def _evidence_of(self, wrong: WrongBlock | None) -> BlockEvidence | None:
-        """Compute once more what shows a wrong block; None where it cannot be had: a reproducer is not worth a run."""
-        if wrong is None:
-            return None
-        try:
-            with wrong.batch.conditions(self._watched.device), buffers_kept(wrong.function.block):
-                rank = self._talk.rank
-                return evidence_of(wrong.function, wrong.name, rank, self._places[rank])
-        except Exception as error:  # model code may raise anything
-            _say(f"no reproducer of {wrong.name}: {first_line(error)}")
-            return None
 
     @property
     def _title(self) -> str:
@@ -568,12 +466,12 @@ class Watch:
         """Say what cannot be written, each once: hours of checks may find the same full disk."""
         if text not in self._unwritten:
             self._unwritten.add(text)
-            _say(text)
+            report.say(text)
 
     def _report(self, step: int, new: Sequence[Discovery]) -> None:
         """Print what was found by now, and write the report of all that was found."""
         for discovery in new:
-            _say(f"{discovery.severity}: {discovery.message}")
+            report.say(f"{discovery.severity}: {discovery.message}")
         if new and self.folder is not None:
             steps = f"steps {self._first_step + 1} to {step}, checked every {self.every}"
             comparison = report.as_comparison(
@@ -586,7 +484,7 @@ class Watch:
             for text in unwritten:
                 self._say_unwritten(text)
             if not unwritten:
-                _say(f"consistency show {self.folder}")
+                report.say(f"consistency show {self.folder}")
 
     def _say_standstill(self, discovery: Discovery) -> None:
         """Report that the training stands still, in another thread than it."""
@@ -608,25 +506,6 @@ class Watch:
             worst = next(discovery for discovery in new if discovery.severity != "note")
             where = None if self.folder is None else f"consistency show {self.folder}"
             raise TrainingError(worst.message, where=where, hint=worst.next)
-
-
-def _together(earlier: CheckOutcome | None, later: CheckOutcome | None) -> CheckOutcome:
-    """Return one outcome of a check of an earlier step, which was told just now, and of that of this step."""
-    first, *others = [outcome for outcome in (earlier, later) if outcome is not None]
-    for other in others:
-        first.discoveries += other.discoveries
-        first.wrong_block = first.wrong_block or other.wrong_block
-        if "ratio" in other.figures:  # of a block that was judged at once
-            first.figures["at once"] = other.figures
-    return first
-
-
-def _say(text: str) -> None:
-    """Print a line on stderr; where that is a file on a full disk, the training goes on without."""
-    with suppress(OSError):
-        # in one piece: another thread may be printing the traceback of an error
-        sys.stderr.write(f"consistency.watch: {text}\n")
-        sys.stderr.flush()
 
 
 def _unwritten(place: Path, error: Exception) -> str:

@@ -38,7 +38,7 @@ def scaled(step: int, training: Training) -> None:
 
 def waiting_for_answer(step: int, training: Training) -> None:
     """Train as slowly as the process beside computes."""
-    judge = training.watch._beside
+    judge = training.watch._blocks._beside
     if judge is not None and judge.waiting is not None:
         assert judge._answer(judge.waiting, 120.0) is not None
 
@@ -109,8 +109,8 @@ def test_what_a_process_that_is_killed_had_is_judged_in_the_training() -> None:
     def kill(step: int, training: Training) -> None:
         scaled(step, training)
         if step == 2:
-            training.watch._beside._process.kill()
-            training.watch._beside._process.wait()
+            training.watch._blocks._beside._process.kill()
+            training.watch._blocks._beside._process.wait()
 
     (found,) = Training(steps=2, every=1, options={"beside": True}).run(None, kill)
     assert found.kind == "wrong-block"
