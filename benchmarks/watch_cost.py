@@ -4,6 +4,7 @@ Two ranks train an adapter by DistributedDataParallel and gloo, each on one core
 less a usual one; the ratio is that of an interval of `--every` steps, which would take hours here.
 
     python -m benchmarks.watch_cost BASE ADAPTER [--every 200] [--steps 6]
+    python -m benchmarks.watch_cost BASE ADAPTER --ranks 1 --beside    # the CPU's part in a process beside it
 """
 
 from __future__ import annotations
@@ -22,10 +23,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.nn.parallel import DistributedDataParallel
 
-_WORLD = 2
 
-
-def train(rank: int, folder: str, base: str, adapter: str, steps: int, tokens: int) -> None:
+def train(rank: int, folder: str, base: str, adapter: str, steps: int, tokens: int, world: int, beside: bool) -> None:
     """Train without the watch and with it, and write the seconds of each step, and those of the processor."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
@@ -34,7 +33,7 @@ def train(rank: int, folder: str, base: str, adapter: str, steps: int, tokens: i
 
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=_WORLD)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
     plain_model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     model = DistributedDataParallel(PeftModel.from_pretrained(plain_model, adapter, is_trainable=True))
     optimizer = torch.optim.AdamW([tensor for tensor in model.parameters() if tensor.requires_grad], lr=1e-4)
@@ -50,7 +49,7 @@ def train(rank: int, folder: str, base: str, adapter: str, steps: int, tokens: i
 
     step()
     plain = [step() for _ in range(steps)]
-    watch = consistency.watch.Watch(model, optimizer, every=steps, output=folder)
+    watch = consistency.watch.Watch(model, optimizer, every=steps, output=folder, beside=beside)
     watched = [step() for _ in range(steps)]
     if rank == 0:
         (Path(folder) / "seconds.json").write_text(json.dumps({"plain": plain, "watched": watched}))
@@ -66,10 +65,12 @@ def main() -> int:
     parser.add_argument("--every", type=int, default=200)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--beside", action="store_true", help="judge blocks beside the training")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        arguments = (folder, given.base, given.adapter, given.steps, given.tokens)
-        mp.spawn(train, arguments, nprocs=_WORLD)  # type: ignore[attr-defined,no-untyped-call]
+        arguments = (folder, given.base, given.adapter, given.steps, given.tokens, given.ranks, given.beside)
+        mp.spawn(train, arguments, nprocs=given.ranks)  # type: ignore[attr-defined,no-untyped-call]
         seconds: dict[str, Any] = json.loads((Path(folder) / "seconds.json").read_text())
     # other work on the machine makes steps wait, so that processor time tells more there
     for number, kind in enumerate(("time", "processor time of a rank")):

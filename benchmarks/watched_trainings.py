@@ -438,6 +438,8 @@ class Plan:
     every: int
     folder: Path | None
     """Folder of the watch; None without it."""
+    beside: bool = False
+    """Whether the CPU's part of a check runs beside the training."""
     also: tuple[Any, ...] = ()
     """Callbacks of a Trainer after the watch's, such as one that plants a fault."""
 
@@ -446,14 +448,18 @@ class Plan:
 
         if self.folder is None:
             return None
-        return consistency.watch.Watch(call, optimizer, every=self.every, output=self.folder, timeout_s=120.0)
+        return consistency.watch.Watch(call, optimizer, output=self.folder, **self.options())
 
     def callbacks(self) -> list[Any]:
         import consistency
 
         if self.folder is None:
             return list(self.also)
-        return [consistency.watch.Callback(every=self.every, output=self.folder, timeout_s=120.0), *self.also]
+        return [consistency.watch.Callback(output=self.folder, **self.options()), *self.also]
+
+    def options(self) -> dict[str, Any]:
+        """Return the options of the watch, but its folder."""
+        return {"every": self.every, "timeout_s": 120.0, "beside": self.beside}
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of a Trainer."""
@@ -470,7 +476,16 @@ class Plan:
         }
 
 
-def run_rank(rank: int, world: int, port: int, kind: str, steps: int, every: int, folder: Path) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """How each kind is trained and watched, as of `Plan`."""
+
+    steps: int
+    every: int
+    beside: bool
+
+
+def run_rank(rank: int, world: int, port: int, kind: str, how: Schedule, folder: Path) -> None:
     """Train without the watch and with it, as one rank, and write down both curves."""
     with (folder / "output.txt").open("a") as output:
         os.dup2(output.fileno(), 1)
@@ -490,7 +505,8 @@ def run_rank(rank: int, world: int, port: int, kind: str, steps: int, every: int
     curves = {}
     for name, watch_folder in (("plain", None), ("watched", folder / "watch")):
         began_s = time.monotonic()
-        curve = KINDS[kind](Plan(rank=rank, steps=steps, every=every, folder=watch_folder))
+        plan = Plan(rank=rank, steps=how.steps, every=how.every, beside=how.beside, folder=watch_folder)
+        curve = KINDS[kind](plan)
         curves[name] = {
             "losses": curve.losses,
             "findings": curve.findings,
@@ -500,27 +516,27 @@ def run_rank(rank: int, world: int, port: int, kind: str, steps: int, every: int
     dist.destroy_process_group()
 
 
-def run_kind(kind: str, steps: int, every: int, folder: Path) -> dict[str, Any]:
+def run_kind(kind: str, how: Schedule, folder: Path) -> dict[str, Any]:
     """Run a kind on its processes; return what is printed of it."""
     world = _WORLDS.get(kind, 2)
     folder.mkdir(parents=True, exist_ok=True)
     if kind == _SCRIPT:
-        failure = _run_script(steps, every, folder)
+        failure = _run_script(how, folder)
         curves = [] if failure else _script_curves(folder, world)
     else:
-        failure = _run_ranks(kind, world, steps, every, folder)
+        failure = _run_ranks(kind, world, how, folder)
         curves = [] if failure else _curves(folder, world)
     if failure:
         lines = [line for line in (folder / "output.txt").read_text().splitlines() if "Error" in line]
         return {"kind": kind, "failure": f"{failure}: {lines[0] if lines else ''}"}
-    return _row(kind, world, steps, curves, folder / "watch")
+    return _row(kind, world, how.steps, curves, folder / "watch")
 
 
-def _run_ranks(kind: str, world: int, steps: int, every: int, folder: Path) -> str:
+def _run_ranks(kind: str, world: int, how: Schedule, folder: Path) -> str:
     """Fork the processes, which have imported everything; return why they failed."""
     port = _free_port()
     context = multiprocessing.get_context("fork")
-    arguments = [(rank, world, port, kind, steps, every, folder) for rank in range(world)]
+    arguments = [(rank, world, port, kind, how, folder) for rank in range(world)]
     ranks = [context.Process(target=run_rank, args=given) for given in arguments]
     for process in ranks:
         process.start()
@@ -534,11 +550,11 @@ def _run_ranks(kind: str, world: int, steps: int, every: int, folder: Path) -> s
     return "" if not any(statuses) and None not in statuses else f"status {statuses}"
 
 
-def _run_script(steps: int, every: int, folder: Path) -> str:
+def _run_script(how: Schedule, folder: Path) -> str:
     """Have accelerate launch the script without the watch, and with it; return why it failed."""
     for is_watched in (False, True):
         with (folder / "output.txt").open("a") as output:
-            command = _accelerated(steps, every, folder, is_watched)
+            command = _accelerated(how, folder, is_watched)
             try:
                 ended = subprocess.run(command, stdout=output, stderr=output, timeout=_LIMIT_S, check=False)
             except subprocess.TimeoutExpired:
@@ -548,14 +564,14 @@ def _run_script(steps: int, every: int, folder: Path) -> str:
     return ""
 
 
-def _accelerated(steps: int, every: int, folder: Path, is_watched: bool) -> list[str]:
+def _accelerated(how: Schedule, folder: Path, is_watched: bool) -> list[str]:
     """Return the command that has accelerate launch the script."""
     losses = folder / ("watched" if is_watched else "plain")
     losses.mkdir(exist_ok=True)
     launcher = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
     launcher += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
     launcher += ["--main_process_port", str(_free_port())]
-    own = ["-m", "benchmarks.accelerated_training", "--steps", str(steps), "--every", str(every)]
+    own = ["-m", "benchmarks.accelerated_training", "--steps", str(how.steps), "--every", str(how.every)]
     own += ["--losses", str(losses)]
     return [*launcher, *own, *(["--watch", str(folder / "watch")] if is_watched else [])]
 
@@ -615,6 +631,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--every", type=int, default=50)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--beside", action="store_true", help="judge blocks beside the training (not by accelerate)")
     parser.add_argument("--list", action="store_true", help="print the kinds")
     parser.add_argument("--given", nargs=2, metavar=("BASE", "ADAPTER"), help="train this adapter alone")
     options = parser.parse_args()
@@ -632,10 +649,11 @@ def main() -> int:
 
     import consistency.extras.watching.watch  # noqa: F401
 
+    how = Schedule(steps=options.steps, every=options.every, beside=options.beside)
     is_healthy = True
     with tempfile.TemporaryDirectory() as temporary:
         for kind in options.kinds or known:
-            row = run_kind(kind, options.steps, options.every, (options.out or Path(temporary)) / kind)
+            row = run_kind(kind, how, (options.out or Path(temporary)) / kind)
             is_healthy = is_healthy and not row.get("findings", ["failed"]) and row["equal"]
             print(printed(row), flush=True)
     return 0 if is_healthy else 1
