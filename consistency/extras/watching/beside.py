@@ -16,8 +16,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -121,11 +121,30 @@ class _LimitedFile(io.FileIO):
         return super().write(data)
 
 
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+@contextmanager
+def _without_hooks(block: torch.nn.Module) -> Iterator[None]:
+    """Take a block's hooks away: transformers hangs local functions on blocks, which no other process can have.
+
+    A hook that changes what a block computes makes the process beside call it wrong; then it is judged here with it.
+    """
+    taken = [(module, name, getattr(module, name)) for module in block.modules() for name in _HOOKS]
+    for module, name, hooks in taken:
+        setattr(module, name, type(hooks)())
+    try:
+        yield
+    finally:
+        for module, name, hooks in taken:
+            setattr(module, name, hooks)
+
+
 def _write(job: BlockJob, file: Path) -> None:
     """Write a job; raise an error where it is much larger than the block with its inputs."""
     leaves = _pytree.tree_leaves((job.function.inputs, job.computed))
     size = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
-    with _LimitedFile(file, 2 * size + _ROOM_BYTES) as limited:
+    with _LimitedFile(file, 2 * size + _ROOM_BYTES) as limited, _without_hooks(job.function.block):
         try:
             torch.save(job, limited)
         except RuntimeError:  # torch has an error of its own for each that a file raises
@@ -149,12 +168,13 @@ class JudgeBeside:
         self._number = 0
         environment = {
             **os.environ,
-            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            # what this process can import, and nothing else
+            "PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path),
             "OMP_NUM_THREADS": str(threads),
             "CUDA_VISIBLE_DEVICES": "",
         }
         self._process = subprocess.Popen(
-            [sys.executable, "-m", _PROGRAM, str(threads)],
+            [sys.executable, "-P", "-m", _PROGRAM, str(threads)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

@@ -77,7 +77,7 @@ def judged(job: BlockJob) -> dict[str, Any]:
         passes = NoisyPasses(call, noise, PASSES, call.exact(), any_dtype=job.any_dtype)
         results = passes.judge(job.computed)
     return {
-        "within": all(result.status == "within" for result in results) and len(results) == len(job.computed),
+        "within": not any(result.status == "outside" for result in results) and len(results) == len(job.computed),
         "ratio": max((result.ratio for result in results), default=0.0),
     }
 

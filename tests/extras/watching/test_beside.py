@@ -79,12 +79,9 @@ def test_a_wrong_block_is_named_with_the_weights_that_it_had(tmp_path: Path) -> 
     assert reproduced.happens_here, reproduced.output
 
 
-def scaled_by_what_cannot_be_sent(step: int, training: Training) -> None:
-    def scale_here(module: Any, args: Any, output: Any) -> Any:
-        return scale(module, args, output)
-
-    if step == 1:
-        block(training).self_attn.o_proj.register_forward_hook(scale_here)
+def scaled_and_no_value(step: int, training: Training) -> None:
+    scaled(step, training)
+    block(training).mlp.ballast = lambda: None
 
 
 def scaled_with_ballast(step: int, training: Training) -> None:
@@ -94,7 +91,7 @@ def scaled_with_ballast(step: int, training: Training) -> None:
 
 @pytest.mark.parametrize(
     ("fault", "reason"),
-    [(scaled_by_what_cannot_be_sent, "scale_here"), (scaled_with_ballast, "it holds more than its own weights")],
+    [(scaled_and_no_value, "lambda"), (scaled_with_ballast, "it holds more than its own weights")],
 )
 def test_a_block_that_cannot_be_sent_is_judged_in_the_training(
     fault: Any, reason: str, capsys: pytest.CaptureFixture[str]
@@ -103,6 +100,22 @@ def test_a_block_that_cannot_be_sent_is_judged_in_the_training(
     assert found.kind == "wrong-block"
     (said,) = [line for line in capsys.readouterr().err.splitlines() if "not beside it" in line]
     assert reason in said
+
+
+def test_a_hook_that_cannot_be_sent_keeps_no_block_from_being_sent(tmp_path: Path) -> None:
+    """transformers hangs local functions on the blocks of models with experts."""
+    seen = []
+
+    def look(module: Any, args: Any, output: Any) -> None:
+        seen.append(module)
+
+    def looked_at(step: int, training: Training) -> None:
+        if step == 1:
+            block(training).register_forward_hook(look)
+
+    assert Training(steps=2, every=1, options={"beside": True}).run(tmp_path, looked_at) == []
+    assert [line["status"] for line in lines_of(tmp_path) if line.get("of step") == 1] == ["ok"]
+    assert len(seen) > 2
 
 
 def test_what_a_process_that_is_killed_had_is_judged_in_the_training() -> None:
