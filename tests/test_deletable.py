@@ -33,6 +33,7 @@ FEATURES = {
     "several adapters, sharding and wrapping": ("extras/peft_api",),
     "files of weights": ("extras/merging",),
     "operations": ("extras/operations",),
+    "watching a training": ("extras/watching",),
     "every extra": ("extras",),
     "explaining words": ("cli/glossary.py", "cli/commands/explain.py"),
     "the environment of an issue": ("workflows/host_environment.py", "cli/commands/env.py"),

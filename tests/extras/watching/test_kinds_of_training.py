@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import consistency
 from benchmarks.watched_models import causal_model, with_lora
+from consistency.extras.diagnosis.reproduce.folder import reproduce
 from tests.extras.watching.trainings import (
     Training,
     batch,
@@ -290,6 +291,9 @@ def test_a_wrong_block_of_a_rank_that_shards_is_named(tmp_path: Path, world: int
     found = on_ranks(world, split_training, sharded, attention_of_rank, False, str(tmp_path))[0]
     assert [one[:2] for one in found] == [["wrong-block", [1]]]
     assert "rank 1 computes model.layers.0 wrong" in found[0][2]
+    if world == 2:
+        reproduced = reproduce(tmp_path, 1, tmp_path / "repro")
+        assert reproduced.happens_here, reproduced.output
 
 
 @pytest.mark.parametrize("world", [2, 4])
