@@ -38,6 +38,10 @@ ACTUAL, EXACT = "actual", "exact"
 """Names of the result of the device, and of that in float64, among the tensors of an evidence."""
 
 
+_MOST_BYTES = 2**30
+"""Most bytes of a block's weights and inputs that are given to the first rank."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockEvidence:
     """One wrong result of a block, with what it was judged by.
@@ -143,7 +147,7 @@ def _made_by(
             results = function.compute(*function.inputs)
         traced = trace.finish(results[title_of(name)])
         with torch.no_grad():
-            tensors, ratio = kept_parts(traced, device, products_of(device), ratio_of)
+            tensors, ratio = kept_parts(traced, device, products_of(device), ratio_of, most_bytes=_MOST_BYTES)
     except NotTracedError as error:
         return {}, {NOT_RECOMPUTED: str(error)}
     except Exception as error:  # model code may raise anything, and the result is shown nevertheless

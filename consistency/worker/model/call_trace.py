@@ -331,11 +331,17 @@ def _module_to_trace(model: torch.nn.Module, layer: str, name: str) -> tuple[tor
 
 
 def kept_parts(
-    traced: Traced, device: torch.device, products: Products, ratio_of: Callable[[torch.Tensor], float]
+    traced: Traced,
+    device: torch.device,
+    products: Products,
+    ratio_of: Callable[[torch.Tensor], float],
+    *,
+    most_bytes: int = 0,
 ) -> tuple[dict[str, torch.Tensor], float]:
     """Return the tensors that a reproducer needs, and the ratio of the result when it was computed again.
 
-    Calls that take too much are cut to a product of matrices that is wrong by itself, with a result of its own.
+    Calls that take more than `MOST_BYTES` are cut to a product of matrices that is wrong by itself, with a result of
+    its own.
 
     Parameters
     ----------
@@ -343,6 +349,8 @@ def kept_parts(
         The products by which the device may compute.
     ratio_of : callable
         Returns the largest ratio of a result.
+    most_bytes : int
+        Most bytes of what calls take that are kept whole where none of them is wrong by itself.
 
     Raises
     ------
@@ -365,6 +373,8 @@ def kept_parts(
             cut = _wrong_product(calls[number], values, device, products)
             if cut is not None:
                 return cut, ratio
+    if _bytes(traced) <= most_bytes:
+        return _as_tensors(traced), ratio
     raise NotTracedError(f"{size}, and no part that is smaller shows it by itself")
 
 

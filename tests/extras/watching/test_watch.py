@@ -21,9 +21,11 @@ from safetensors.torch import load_file
 import consistency
 from consistency.capture.whole_file import WholeFile
 from consistency.errors import CaptureError, UsageError
+from consistency.extras.diagnosis.reproduce import cut
 from consistency.extras.watching import report
 from consistency.extras.watching.outcome import CheckOutcome
 from consistency.extras.watching.watch import TrainingError
+from consistency.worker.model import call_trace
 from tests.conftest import Cli
 from tests.extras.watching.trainings import Training, batch, block, flip, is_of_the_device, losses, tiny_llama, trainer
 
@@ -256,6 +258,19 @@ def test_a_wrong_block_is_shown_without_this_tool(cli_here: Cli, tmp_path: Path)
     assert "bitwise as recorded" in again.stdout
     texts = [file.read_text() for file in folder.iterdir() if file.suffix in (".json", ".md", ".txt")]
     assert not any(socket.gethostname() in text or str(tmp_path) in text for text in texts)
+
+
+def test_a_large_block_is_shown_with_all_its_weights(
+    tmp_path: Path, cli_here: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No product of matrices is wrong by itself, and the calls take more than a public folder may have."""
+    monkeypatch.setattr(call_trace, "MOST_BYTES", 1 << 10)
+    monkeypatch.setattr(cut, "MOST_BYTES", 1 << 10)
+    Training(steps=1, every=1).run(tmp_path / "watch", scaled)
+    made = cli_here("reproduce", tmp_path / "watch", "--out", tmp_path / "repro")
+    assert "reproduced: it happens on this machine" in made.stdout, made.stdout + made.stderr
+    assert made.stdout.rstrip().endswith("repro (with the weights of a block: more than 10 MB)")
+    assert "made by its module: whole" in made.stdout
 
 
 def test_a_reproducer_that_cannot_be_written_ends_no_training(

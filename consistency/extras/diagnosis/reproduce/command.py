@@ -52,5 +52,6 @@ def _reproduce(parsed: argparse.Namespace) -> int:
         )
     else:
         print(clean(result.output))
-        print(f"{result.sentence}\nreproducer: {result.folder}")
+        size = " (with the weights of a block: more than 10 MB)" if result.is_large else ""
+        print(f"{result.sentence}\nreproducer: {result.folder}{size}")
     return 0

@@ -80,7 +80,13 @@ def reproduce(
             put_in_place(_packed(folder) if out.suffix == ARCHIVE else folder, out)
     except OSError as error:
         raise CaptureError("cannot write the reproducer", where=out, got=error) from None
-    return dataclasses.replace(result, folder=out)
+    return dataclasses.replace(result, folder=out, is_large=_is_large(parts))
+
+
+def _is_large(parts: Parts) -> bool:
+    from consistency.extras.diagnosis.reproduce.cut import MOST_BYTES
+
+    return sum(tensor.nbytes for tensor in parts.tensors.values()) > MOST_BYTES
 
 
 @contextmanager
@@ -302,6 +308,7 @@ class Reproduced:
     runs: bool = True  # whether this machine has what the script computes with
     # the conclusion where it does not happen here, if this is the machine and the device of the finding
     proves: str = ""
+    is_large: bool = False  # whether it has more bytes than issue trackers accept
 
     @property
     def sentence(self) -> str:

@@ -25,6 +25,9 @@ CALLS_FILE = "calls.txt"
 
 _MOST_CALLS_BYTES = 2**20
 
+_MOST_INPUT_BYTES = 2**30
+"""Most bytes that the calls of a capture may take: it may be a stranger's."""
+
 PROVES = {
     "merged.py": "torch alone merges this rightly, so PEFT, the model's code or the loading is at fault",
     "moved.py": "plain copies are right, so what loads, keeps or casts these bytes is at fault",
@@ -161,9 +164,12 @@ def _of_calls(
         _, number, _ = aten_calls.largest_ratio(results["actual"], results["expected"], results["allowed"])
         worst = [int(index) for index in np.unravel_index(number, results["actual"].shape)]
     input_bytes = sum(tensor.nbytes for tensor in inputs.values())
-    if input_bytes > MOST_BYTES:
+    if input_bytes > _MOST_INPUT_BYTES:
         raise ValueError(f"they take {input_bytes} bytes")
-    results_in_room, start = cut_results(results, worst, input_bytes - 2**20)
+    if input_bytes > MOST_BYTES:  # nothing that is cut makes a folder small that holds the weights of a block
+        results_in_room, start = {name: tensor.contiguous() for name, tensor in results.items()}, None
+    else:
+        results_in_room, start = cut_results(results, worst, input_bytes - 2**20)
     made_by = f"made by {calls[-1].operation} alone" if is_cut else "made by its module"
     window = "whole"
     if start is not None:
