@@ -55,7 +55,8 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
         "--sampling",
         metavar="SETTINGS",
         help="how tokens were drawn, where the file does not say it: temperature=0.7,top_k=20,top_p=0.9,min_p=0.05, "
-        "repetition_penalty=1.1, presence_penalty, frequency_penalty, penalty_last_n; 1 for draws without any of these "
+        "repetition_penalty=1.1, presence_penalty, frequency_penalty, penalty_last_n, penalized_padding=1; 1 for draws "
+        "without any of these "
         "(default: greedily, where a text has no log probabilities)",
     )
     parser.add_argument(
@@ -119,7 +120,8 @@ def sampling_of(settings: str) -> Sampling:
             )
         values[name] = number
     whole_numbers = {name: int(values.pop(name)) for name in ("top_k", "penalty_last_n") if name in values}
-    return Sampling(**whole_numbers, **values)  # type: ignore[arg-type]  # each by its name
+    penalized_padding = bool(values.pop("penalized_padding", 0.0))
+    return Sampling(penalized_padding=penalized_padding, **whole_numbers, **values)  # type: ignore[arg-type]  # by name
 
 
 _SETTINGS = {
@@ -131,6 +133,7 @@ _SETTINGS = {
     "presence_penalty": (-100.0, 100.0),
     "frequency_penalty": (-100.0, 100.0),
     "penalty_last_n": (0.0, 1e9),
+    "penalized_padding": (0.0, 1.0),
 }
 """The settings of a sampler, each with its least and its largest value."""
 

@@ -559,7 +559,7 @@ def logits_of(output: torch.Tensor, tokens: Tokens, ends: tuple[int, ...]) -> Lo
 
 def _after_penalties(own: torch.Tensor, tokens: Tokens, ends: tuple[int, ...]) -> Logits:
     """Return a model's own logits, `(tokens, vocabulary)`, beside those that tokens are chosen by."""
-    choosing = penalized(own, tokens.prompt, tokens.ids, tokens.judged_places, tokens.penalties)
+    choosing = penalized(own, tokens.prompt, tokens.ids, tokens.judged_places, tokens.penalties, ends)
     chosen = chosen_ids(tokens)
     goes_on = ~are_ends(chosen, ends)
     known_ends = [end for end in ends if end < own.shape[-1]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -139,10 +140,19 @@ def _ratios_of_processing(judging: Judging, processing: Processing, numbers: Seq
     ratios = {}
     for number in numbers:
         step = functools.partial(judging.step, number)
-        ratios[number] = judging.exact[number].ratio_of_processing(processing, step)
+        text = judging.exact[number]
+        ratios[number] = min(text.ratio_of_processing(way, step) for way in _ways_of_batch(processing))
         if not ratios[number] <= 1:
             return None
     return ratios
+
+
+def _ways_of_batch(processing: Processing) -> list[Processing]:
+    """Return the ways in which the texts of a batch were taken: the longest prompt has no padding."""
+    if not processing.sampling.penalized_padding:
+        return [processing]
+    without = msgspec.structs.replace(processing.sampling, penalized_padding=False)
+    return [processing, dataclasses.replace(processing, sampling=without)]
 
 
 def _as_processed(
@@ -153,7 +163,8 @@ def _as_processed(
     for number in numbers:
         result = results[number]
         if number not in ratios:
-            ratios[number] = judging.screen.ratio(_plain_by(judging, number, processing)) / FAR_OUTSIDE
+            found = [judging.screen.ratio(_plain_by(judging, number, way)) for way in _ways_of_batch(processing)]
+            ratios[number] = min(found) / FAR_OUTSIDE
         if not ratios[number] <= 1:
             continue
         verdict: Verdict = "sampled" if result.verdict == "undecided" else result.verdict

@@ -1,11 +1,14 @@
 """Penalties of a sampler: the logits of tokens that were there before are made smaller before a token is chosen.
 
 The three that engines have are computed as vLLM, SGLang and transformers do: the repetition penalty looks at prompt and
-text, the presence and frequency penalties at the text alone. llama.cpp has all three look back over its last tokens, of
-prompt and text alike (`repeat_last_n`).
+text, the presence and frequency penalties at the text alone. In a batch of unequal prompts transformers'
+`generate` before 5.23 penalizes the padding too, most often the token that ends a text. llama.cpp has all
+three look back over its last tokens, of prompt and text alike (`repeat_last_n`).
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 
@@ -14,6 +17,7 @@ from consistency.extras.serving.check_text.sampling import Sampling
 USUAL_PENALTIES = (
     *(Sampling(repetition_penalty=value) for value in (1.1, 1.05, 1.2, 1.15, 1.3, 1.02, 1.03, 1.08, 1.25, 1.5, 2.0)),
     *(Sampling(repetition_penalty=value, penalty_last_n=64) for value in (1.1, 1.05, 1.2, 1.15, 1.3)),
+    *(Sampling(repetition_penalty=value, penalized_padding=True) for value in (1.1, 1.05, 1.2, 1.15, 1.3, 1.5)),
     *(Sampling(presence_penalty=value) for value in (0.5, 1.0, 1.5, 2.0, 0.1, 0.2, 0.3, 0.6)),
     *(Sampling(frequency_penalty=value) for value in (0.5, 1.0, 1.5, 2.0, 0.1, 0.2, 0.3, 0.6)),
 )
@@ -24,7 +28,12 @@ USUAL_PENALTIES = (
 
 
 def penalized(
-    logits: torch.Tensor, prompt: list[int], ids: list[int], places: list[int], penalties: Sampling
+    logits: torch.Tensor,
+    prompt: list[int],
+    ids: list[int],
+    places: list[int],
+    penalties: Sampling,
+    ends: Sequence[int] = (),
 ) -> torch.Tensor:
     """Return the logits that a token was chosen by, `(tokens, vocabulary)`; the same tensor without a penalty.
 
@@ -37,15 +46,18 @@ def penalized(
     places : list of int
         The place in the text of the token that each row has chosen, from 0 on.
     penalties : Sampling
+    ends : sequence of int
+        Tokens that end a text; the first one is what batches are filled up with.
     """
     if not penalties.penalizes:
         return logits
     changed = logits.clone()
+    padding = [end for end in ends[:1] if end < logits.shape[-1]] if penalties.penalized_padding else []
     for row, place in zip(changed, places, strict=True):
         before, written = [*prompt, *ids[:place]], ids[:place]
         if penalties.penalty_last_n:
             before = written = before[-penalties.penalty_last_n :]
-        _divide(row, before, penalties.repetition_penalty)
+        _divide(row, [*padding, *before], penalties.repetition_penalty)
         tokens, counts = torch.tensor(written, dtype=torch.int64).unique(return_counts=True)
         row[tokens] -= penalties.presence_penalty + penalties.frequency_penalty * counts
     return changed

@@ -28,6 +28,9 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     penalty_last_n : int
         Tokens, of prompt and text together, that all three penalties look back to; 0 for the whole text, and for the
         repetition penalty the whole prompt.
+    penalized_padding : bool
+        The repetition penalty takes the first token that ends a text for one that was there, as where a batch of
+        unequal prompts is filled up with it: transformers before 5.23 does.
     """
 
     temperature: float = 1.0
@@ -38,6 +41,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     penalty_last_n: int = 0
+    penalized_padding: bool = False
 
     @property
     def leaves_out(self) -> bool:
@@ -59,6 +63,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty,
             penalty_last_n=self.penalty_last_n,
+            penalized_padding=self.penalized_padding,
         )
 
     def __str__(self) -> str:
@@ -73,7 +78,8 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         if self.min_p:
             named.append(f"min-p {self.min_p:g}")
         if self.repetition_penalty != 1.0:
-            named.append(f"repetition penalty {self.repetition_penalty:g}")
+            padding = ", which padding had too" if self.penalized_padding else ""
+            named.append(f"repetition penalty {self.repetition_penalty:g}{padding}")
         if self.presence_penalty:
             named.append(f"presence penalty {self.presence_penalty:g}")
         if self.frequency_penalty:

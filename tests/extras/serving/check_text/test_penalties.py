@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 
 from consistency.case.case import Case
 from consistency.extras.serving.check_text.command import sampling_of
@@ -70,6 +71,43 @@ def test_log_probabilities_before_and_after_a_penalty(llama: Path, logprobs: str
     assert unstated.exit_status == int(processed)
     if processed:
         assert {result.logprobs_of for result in unstated.texts} == {"repetition penalty 1.3"}
+
+
+def generated_in_a_batch(case: Case, penalty: float) -> list[Text]:
+    """Return what `generate` writes of prompts of unequal lengths, filled up with the end of a text.
+
+    The penalty is given as transformers before 5.23 makes it, which knows of no padding.
+    """
+    model = loaded(case)
+    end, longest = model.generation_config.eos_token_id, max(map(len, PROMPTS[:3]))
+    ids = torch.tensor([[end] * (longest - len(prompt)) + prompt for prompt in PROMPTS[:3]])
+    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in PROMPTS[:3]])
+    output = model.generate(
+        input_ids=ids, attention_mask=mask, max_new_tokens=_TOKENS, pad_token_id=end,
+        return_dict_in_generate=True, output_scores=True, do_sample=True, top_k=0,
+        logits_processor=LogitsProcessorList([RepetitionPenaltyLogitsProcessor(penalty)]),
+    )  # fmt: skip
+    texts = []
+    for number, prompt in enumerate(PROMPTS[:3]):
+        written = output.sequences[number, longest:].tolist()
+        written = written[: written.index(end) + 1] if end in written else written
+        scores = output.scores[: len(written)]
+        given = [float(row[number].double().log_softmax(-1)[token]) for row, token in zip(scores, written, strict=True)]
+        texts.append(Text(prompt=prompt, text=written, logprobs=given))
+    return texts
+
+
+@pytest.mark.slow
+def test_a_penalty_of_a_batch_is_of_its_padding_too(llama: Path) -> None:
+    case = case_of(llama, on_llama(llama, LORA))
+    torch.manual_seed(3)
+    texts = generated_in_a_batch(case, 1.3)
+    assert len({len(text.prompt) for text in texts}) > 1
+    report = check_text(case, texts)
+    assert {result.logprobs_of for result in report.texts} == {"repetition penalty 1.3, which padding had too"}
+    stated = TextOptions(sampling=sampling_of("repetition_penalty=1.3, penalized_padding=1"), processed=True)
+    padded = [text for text in texts if len(text.prompt) < max(len(other.prompt) for other in texts)]
+    assert check_text(case, padded, options=stated).exit_status == 0
 
 
 def by_vllm(logits: torch.Tensor, prompt: list[int], written: list[int], sampling: Sampling) -> torch.Tensor:

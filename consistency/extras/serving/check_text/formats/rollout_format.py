@@ -231,6 +231,7 @@ def _with_penalties(sampling: Sampling, numbers: Mapping[str, float]) -> Samplin
         repetition_penalty=float(numbers.get("repetition_penalty", 1.0)) or 1.0,
         presence_penalty=float(numbers.get("presence_penalty", 0.0)),
         frequency_penalty=float(numbers.get("frequency_penalty", 0.0)),
+        penalized_padding=bool(numbers.get("penalized_padding", 0.0)),
     )
     if last is None or not penalized.penalizes:
         return penalized
