@@ -84,6 +84,8 @@ def _processings(judging: Judging, numbers: Sequence[int]) -> Iterator[Processin
         if after is not None and str(after):
             yield Processing(sampling=after)
             yield Processing(sampling=after, is_end_masked=True)
+            if after.repetition_penalty != 1.0:
+                yield Processing(sampling=msgspec.structs.replace(after, penalized_padding=True))
     given = torch.cat([_given(judging, number) for number in numbers])
     yield from (processing for processing in TRANSCRIBED if processing.transcription.may_be(given))
     yield from _fitted_processings(judging, numbers[:_MOST_FITTED_TEXTS])

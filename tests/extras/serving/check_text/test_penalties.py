@@ -103,8 +103,11 @@ def test_a_penalty_of_a_batch_is_of_its_padding_too(llama: Path) -> None:
     torch.manual_seed(3)
     texts = generated_in_a_batch(case, 1.3)
     assert len({len(text.prompt) for text in texts}) > 1
-    report = check_text(case, texts)
-    assert {result.logprobs_of for result in report.texts} == {"repetition penalty 1.3, which padding had too"}
+    without_padding = TextOptions(sampling=sampling_of("repetition_penalty=1.3"), processed=True)
+    for options in (TextOptions(), without_padding):
+        report = check_text(case, texts, options=options)
+        assert report.exit_status == 1
+        assert {result.logprobs_of for result in report.texts} == {"repetition penalty 1.3, which padding had too"}
     stated = TextOptions(sampling=sampling_of("repetition_penalty=1.3, penalized_padding=1"), processed=True)
     padded = [text for text in texts if len(text.prompt) < max(len(other.prompt) for other in texts)]
     assert check_text(case, padded, options=stated).exit_status == 0
