@@ -18,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +96,7 @@ class Waiting:
     block : torch.nn.Module
         The block of the model.
     batch : MicroBatch
-        The micro-batch.
+        The conditions of the micro-batch, without its tensors.
     """
 
     turn: BlockTurn
@@ -210,7 +210,9 @@ class JudgeBeside:
         except Exception as error:  # a block may hold what cannot be pickled, and a disk may be full
             file.unlink(missing_ok=True)
             return first_line(error)
-        self._waiting = Waiting(turn=turn, file=file, block=function.block, batch=batch)
+        # without its tensors: a gradient of logits is as large as several blocks, and would stay until the next check
+        conditions = replace(batch, args=(), kwargs={}, marks=None)
+        self._waiting = Waiting(turn=turn, file=file, block=function.block, batch=conditions)
         return ""
 
     def outcome(self, talk: RankTalk, *, wait_s: float = 0.0) -> CheckOutcome | None:

@@ -58,6 +58,20 @@ def test_a_healthy_block_is_judged_beside_the_training(tmp_path: Path) -> None:
     assert not any("judged once more" in line for line in told), told
 
 
+def test_a_block_that_waits_holds_no_batch() -> None:
+    """A gradient of logits is as large as several blocks."""
+    held = []
+
+    def look(step: int, training: Training) -> None:
+        if step == 2:
+            held.append(training.watch._blocks._beside.waiting.batch)
+
+    Training(steps=2, every=2, options={"beside": True}).run(None, look)
+    (batch,) = held
+    assert batch.tensors() == []
+    assert batch.marks is None
+
+
 def test_a_training_by_the_trainer_is_judged_beside(tmp_path: Path) -> None:
     callback = consistency.watch.Callback(every=2, beside=True)
     options: dict[str, Any] = {"bf16": True, "gradient_checkpointing": True}
