@@ -32,7 +32,7 @@ from consistency.extras.serving.check_text.computed_in_parts import (
 from consistency.extras.serving.check_text.judged_text import JudgedText, TokenFigures, inputs_of
 from consistency.extras.serving.check_text.penalties import USUAL_PENALTIES
 from consistency.extras.serving.check_text.prompts import other_prompts
-from consistency.extras.serving.check_text.seen_tokens import other_positions, other_windows, seeing
+from consistency.extras.serving.check_text.seen_tokens import other_positions, otherwise_seen, seeing
 from consistency.extras.serving.check_text.text_causes import TextCause
 from consistency.extras.serving.check_text.texts import Text, Tokens
 from consistency.extras.serving.engine_outputs.explanations import MOST_WORK, merges, mistakes, no_merges
@@ -296,14 +296,14 @@ class AskedText:
         return self.fits(figures, about, lambda: self.judged.under(nullcontext, inputs, tokens))
 
     def _seeing_others(self) -> Explained | None:
-        """Return which windows explain the text: several may, where few tokens are beyond them."""
+        """Return what tokens may have seen that explains the text: several may, where few tokens show it."""
         judged, model = self.judged, self.judged.passes.model
         wrong = [judged.places[number] for number in (~self._fit_each(judged.exact)).nonzero()[:, 0].tolist()]
         fitting, extents = list[str](), list[Extent]()
-        for about, window in other_windows(model, judged.tokens, wrong):
-            explained = self._fits_with(seeing(judged.passes.inputs, window, _dtype_of(model)), about)
+        for seen in otherwise_seen(model, judged.tokens, wrong):
+            explained = self._fits_with(seeing(judged.passes.inputs, seen, _dtype_of(model)), seen.about)
             if explained is not None:
-                fitting.append(about)
+                fitting.append(seen.about)
                 extents.append(explained.extent)
         if not fitting:
             return None

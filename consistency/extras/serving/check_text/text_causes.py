@@ -78,7 +78,8 @@ class TextCause(Explanation):
         "other-window",
         "with each token seeing {}",
         "compare sliding_window and use_sliding_window of the engine's config with those of the base's config.json, "
-        "and the length that the engine keeps (max_model_len, llama.cpp: --ctx-size)",
+        "and the length that the engine keeps (max_model_len, llama.cpp: --ctx-size), with what it drops where that is "
+        "full",
     )
     POSITIONS = (
         "shifted-positions",

@@ -150,6 +150,21 @@ def test_a_window(case: Case, *, drawn: bool) -> None:
     assert _named(report) == (TextCause.WINDOW.value, "the last 10 tokens alone")
 
 
+@pytest.mark.parametrize("drawn", [True, False])
+def test_a_cache_that_loses_its_beginning(case: Case, *, drawn: bool) -> None:
+    """Where it is full, which is at another token of each text."""
+
+    def without_two(place: int, length: int) -> dict[str, torch.Tensor]:
+        mask = torch.ones(1, length, dtype=torch.long)
+        if length > 12:
+            mask[:, :2] = 0
+        return {"attention_mask": mask, "position_ids": torch.arange(length)[None] if place == 0 else _last(length)}
+
+    report = check_text(case, texts_of(loaded(case), also=without_two, drawn=drawn))
+    assert report.exit_status == 1
+    assert _named(report) == (TextCause.WINDOW.value, "all tokens but the first 2, from some token on")
+
+
 def _last(length: int) -> torch.Tensor:
     return torch.tensor([[length - 1]])
 
