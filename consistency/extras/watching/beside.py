@@ -254,7 +254,10 @@ class JudgeBeside:
         return answer
 
     def _judged_here(self, waiting: Waiting, talk: RankTalk) -> CheckOutcome:
-        """Judge a block as those are that no process beside judges, with the weights that it had."""
+        """Judge what the device computed as it is judged without a process beside, with the weights that there were.
+
+        It does not compute once more: a fault that comes and goes would be gone.
+        """
         try:
             job: BlockJob = torch.load(waiting.file, map_location="cpu", weights_only=False)
         except Exception as error:  # on a disk that is full, for example
@@ -267,7 +270,7 @@ class JudgeBeside:
         inputs = _pytree.tree_map(on_device, job.function.inputs)
         function = BlockFunction(block=waiting.block, inputs=inputs)
         turn = waiting.turn
-        return judged_block(function, waiting.batch, turn.name, talk, turn.between, turn.keep_in)
+        return judged_block(function, waiting.batch, turn.name, talk, turn.between, turn.keep_in, job.computed)
 
     def close(self) -> None:
         """End the process, and remove what it was given."""

@@ -16,7 +16,7 @@ from consistency.capture.names import COMPUTED_AGAIN, DEVICE, LIMITS, NOT_RECOMP
 from consistency.capture.records import TensorRecord, WorkerInfo
 from consistency.errors import first_line
 from consistency.extras.watching.block_function import BlockFunction, without_dropout
-from consistency.extras.watching.block_on_cpu import PASSES, title_of
+from consistency.extras.watching.block_on_cpu import judge_block, title_of
 from consistency.extras.watching.report import WATCH, worker_name
 from consistency.numerics.aten_calls import largest_ratio
 from consistency.numerics.digest import digest
@@ -25,9 +25,6 @@ from consistency.numerics.error import measure_against_exact
 from consistency.numerics.error_spread import Spread
 from consistency.numerics.real import Real
 from consistency.numerics.rules import RoundingError, Rule
-from consistency.testing.calls import FunctionCall
-from consistency.testing.judged_calls import CallsJudge
-from consistency.testing.options import Allow
 from consistency.worker import determinism, environment
 from consistency.worker.judging.block_rule import rows_of
 from consistency.worker.model.call_trace import CallTrace, NotTracedError, kept_parts
@@ -79,49 +76,34 @@ def evidence_of(function: BlockFunction, layer: str, rank: int, place: str) -> B
     BlockEvidence or None
         None where the results are right now, or too large.
     """
-    with without_dropout(function.block):
-        call = FunctionCall(function.compute, None, function.inputs, gradients=False)
-        device = call.device
-        made = call.on(device)
-        judge = CallsJudge(
-            call=call,
-            made=made,
-            exact=call.exact(),
-            strides=None,
-            target=device,
-            passes=PASSES,
-            nondeterministic=None,
-            allow=Allow(),
+    device = function.device
+    results, noisy_passes, computed = judge_block(function)
+    wrong = [result for result in results if result.status == "outside"]
+    for result in sorted(wrong, key=lambda result: -result.ratio):
+        got = computed.get(result.name)
+        if not isinstance(got, torch.Tensor) or got.nbytes > KEEP_BYTES:
+            continue
+        truth, spread = noisy_passes.spread(result.name, got.dtype)
+        figures = spread.figures(got, truth)
+        allowed = spread.allowed(truth, got.dtype)
+        calls, evidence = _made_by(function, result.name, device, truth, allowed, spread)
+        record = TensorRecord(
+            WATCH,
+            layer,
+            title_of(result.name),
+            shape=tuple(got.shape),
+            dtype=name_of(got.dtype),
+            rule=Rule.BLOCK,
+            status="outside",
+            digest=digest(got).value,
+            reference="float64",
+            rounding=RoundingError(largest=spread.limits.largest, samples=rows_of(truth), drawn=spread.limits.drawn),
+            measure=figures.stated(measure_against_exact(got, truth, allowed)),
+            word=figures.word,
+            evidence={**figures.evidence(), LIMITS: spread.limits.of_figures(), **evidence},
         )
-        results, noisy_passes = judge.judge()
-        wrong = [result for result in results if result.status == "outside"]
-        for result in sorted(wrong, key=lambda result: -result.ratio):
-            got = made[0].computed.get(result.name)
-            if not isinstance(got, torch.Tensor) or got.nbytes > KEEP_BYTES:
-                continue
-            truth, spread = noisy_passes.spread(result.name, got.dtype)
-            figures = spread.figures(got, truth)
-            allowed = spread.allowed(truth, got.dtype)
-            calls, evidence = _made_by(function, result.name, device, truth, allowed, spread)
-            record = TensorRecord(
-                WATCH,
-                layer,
-                title_of(result.name),
-                shape=tuple(got.shape),
-                dtype=name_of(got.dtype),
-                rule=Rule.BLOCK,
-                status="outside",
-                digest=digest(got).value,
-                reference="float64",
-                rounding=RoundingError(
-                    largest=spread.limits.largest, samples=rows_of(truth), drawn=spread.limits.drawn
-                ),
-                measure=figures.stated(measure_against_exact(got, truth, allowed)),
-                word=figures.word,
-                evidence={**figures.evidence(), LIMITS: spread.limits.of_figures(), **evidence},
-            )
-            tensors = {ACTUAL: got, EXACT: truth, "allowed": allowed, **calls}
-            return BlockEvidence(record=record, tensors=tensors, worker=_worker(rank, place, device))
+        tensors = {ACTUAL: got, EXACT: truth, "allowed": allowed, **calls}
+        return BlockEvidence(record=record, tensors=tensors, worker=_worker(rank, place, device))
     return None
 
 
@@ -143,7 +125,7 @@ def _made_by(
     for path, tensor in function.state.items():
         trace.know(tensor, path)
     try:
-        with trace:
+        with without_dropout(function.block), trace:
             results = function.compute(*function.inputs)
         traced = trace.finish(results[title_of(name)])
         with torch.no_grad():

@@ -28,8 +28,11 @@ from consistency.extras.watching.kinds import WRONG_BLOCK
 from consistency.extras.watching.micro_batch import MicroBatch, WatchedModel, buffers_kept
 from consistency.extras.watching.outcome import CheckOutcome, Discovery
 from consistency.extras.watching.rank_talk import RankTalk, rank_names
+from consistency.testing.calls import Computed, FunctionCall, FunctionRun
+from consistency.testing.judged_calls import CallsJudge
+from consistency.testing.options import Allow
+from consistency.testing.passes import NoisyPasses
 from consistency.testing.result import ResultError
-from consistency.testing.within import within_rounding
 
 CHECK = "the CPU says the same"
 
@@ -100,13 +103,27 @@ def function_to_judge(
 
 
 def judged_block(
-    function: BlockFunction, batch: MicroBatch, name: str, talk: RankTalk, between: str, keep_in: Path | None
+    function: BlockFunction,
+    batch: MicroBatch,
+    name: str,
+    talk: RankTalk,
+    between: str,
+    keep_in: Path | None,
+    computed: Computed | None = None,
 ) -> CheckOutcome:
-    """Judge a block with what entered it; `keep_in` is a file for its tensors where it is wrong."""
+    """Judge a block with what entered it.
+
+    Parameters
+    ----------
+    keep_in : Path or None
+        File for its tensors where it is wrong.
+    computed : dict, optional
+        What the device has computed of it; by default it computes once more.
+    """
     outcome = CheckOutcome(check=CHECK, figures={"block": name})
     try:
         with batch.conditions(function.device), buffers_kept(function.block):
-            results = judge_block(function)
+            results, _, _ = judge_block(function, computed)
     except Exception as error:
         outcome.not_checked = _by_itself(error)
         return outcome
@@ -165,10 +182,49 @@ def _why_not(watched: WatchedModel, batch: MicroBatch | None, name: str, noted: 
     return ""
 
 
-def judge_block(function: BlockFunction) -> tuple[ResultError, ...]:
-    """Return the errors of a block's results."""
+def judge_block(
+    function: BlockFunction, computed: Computed | None = None
+) -> tuple[list[ResultError], NoisyPasses, Computed]:
+    """Judge the results of a block.
+
+    Parameters
+    ----------
+    computed : dict, optional
+        What the device has computed of it, on the CPU; by default it computes once more.
+
+    Returns
+    -------
+    list of ResultError
+    NoisyPasses
+        What they were judged by.
+    dict
+        The results of the device.
+
+    Raises
+    ------
+    ValueError
+        A result is NaN in float64 too.
+    """
     with without_dropout(function.block):
-        return within_rounding(function.compute, *function.inputs, gradients=False, passes=PASSES, calls=1).results
+        call = FunctionCall(function.compute, None, function.inputs, gradients=False)
+        if computed is None:
+            computed = call.on(function.device)[0].computed
+        exact = call.exact()
+        for name, value in exact.items():
+            if not call.has_nan and isinstance(value, torch.Tensor) and bool(value.isnan().any()):
+                raise ValueError(f"{title_of(name)} is NaN in float64 too")
+        judge = CallsJudge(
+            call=call,
+            made=[FunctionRun(computed=computed)],
+            exact=exact,
+            strides=None,
+            target=function.device,
+            passes=PASSES,
+            nondeterministic=None,
+            allow=Allow(),
+        )
+        results, passes = judge.judge()
+    return results, passes, computed
 
 
 def title_of(result: str) -> str:

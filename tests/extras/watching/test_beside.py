@@ -14,7 +14,15 @@ from consistency.extras.diagnosis.reproduce.folder import reproduce
 from consistency.extras.watching import beside
 from consistency.extras.watching.beside import JudgeBeside, free_threads
 from consistency.extras.watching.watch import TrainingError
-from tests.extras.watching.trainings import Training, block, is_of_the_device, on_ranks, tiny_llama, trainer
+from tests.extras.watching.trainings import (
+    Training,
+    block,
+    is_of_the_device,
+    on_ranks,
+    scaled_three_times,
+    tiny_llama,
+    trainer,
+)
 
 pytestmark = pytest.mark.process
 
@@ -91,6 +99,14 @@ def test_a_wrong_block_is_named_with_the_weights_that_it_had(tmp_path: Path) -> 
     assert [line["judged once more"] for line in told] == ["not within rounding"]
     reproduced = reproduce(tmp_path, 1, tmp_path / "repro")
     assert reproduced.happens_here, reproduced.output
+
+
+def test_a_block_that_was_wrong_once_is_found_beside_too(tmp_path: Path) -> None:
+    """The device's results are judged as they were sent: a fault that comes and goes would be gone."""
+    training = Training(steps=1, every=1, options={"beside": True})
+    (found,) = training.run(tmp_path, scaled_three_times)
+    assert found.kind == "wrong-block"
+    assert not (tmp_path / "captures").exists()
 
 
 def scaled_and_no_value(step: int, training: Training) -> None:

@@ -27,7 +27,17 @@ from consistency.extras.watching.outcome import CheckOutcome
 from consistency.extras.watching.watch import TrainingError
 from consistency.worker.model import call_trace
 from tests.conftest import Cli
-from tests.extras.watching.trainings import Training, batch, block, flip, is_of_the_device, losses, tiny_llama, trainer
+from tests.extras.watching.trainings import (
+    Training,
+    batch,
+    block,
+    flip,
+    is_of_the_device,
+    losses,
+    scaled_three_times,
+    tiny_llama,
+    trainer,
+)
 
 pytestmark = pytest.mark.process
 
@@ -290,15 +300,7 @@ def test_a_reproducer_that_cannot_be_written_ends_no_training(
 def test_a_block_that_was_wrong_once_has_no_reproducer(cli_here: Cli, tmp_path: Path) -> None:
     """What is right when it is computed once more is not said to be wrong by a script."""
 
-    def scaled_until_judged(step: int, training: Training) -> None:
-        if step != 1:
-            return
-        passes = iter([1.02] * 3)  # the training's, the pass once more, and the block's by itself
-        block(training).self_attn.o_proj.register_forward_hook(
-            lambda module, args, output: output * next(passes, 1.0) if is_of_the_device() else output
-        )
-
-    found = Training(steps=1, every=1).run(tmp_path, scaled_until_judged)
+    found = Training(steps=1, every=1).run(tmp_path, scaled_three_times)
     assert [one.kind for one in found] == ["wrong-block"]
     assert not (tmp_path / "captures").exists()
     shown = cli_here("show", tmp_path).stdout

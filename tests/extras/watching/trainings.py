@@ -127,6 +127,17 @@ def block(training: Training) -> Any:
     return training.model.get_base_model().model.layers[1]
 
 
+def scaled_three_times(step: int, training: Training) -> None:
+    """Compute one block wrongly until it has been computed by itself, and never again."""
+    passes = iter([1.02] * 3)  # the training's, the pass once more, and the block's by itself
+
+    def scale(module: Any, args: Any, output: Any) -> Any:
+        return output * next(passes, 1.0) if is_of_the_device() else output
+
+    if step == 1:
+        block(training).self_attn.o_proj.register_forward_hook(scale)
+
+
 def trainer(folder: Path, model: Any, callbacks: list[Any], **options: Any) -> Any:
     from transformers import Trainer, TrainingArguments
 
