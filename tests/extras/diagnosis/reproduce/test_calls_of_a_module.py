@@ -161,9 +161,18 @@ def of_calls(made_of: dict[str, torch.Tensor]) -> Parts:
         ("return in1", {"cut.actual": torch.zeros(2)}),
     ],
 )
-def test_a_strangers_capture_is_compared_alone(text: str, more: dict[str, torch.Tensor]) -> None:
+def test_a_strangers_capture_is_compared_alone(
+    text: str, more: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parts, "_MOST_INPUT_BYTES", 8 << 20)
     with pytest.raises((ValueError, KeyError, TypeError)):
         of_calls(kept(text, **more))
+
+
+def test_the_weights_of_a_block_are_more_than_a_public_folder_takes_and_are_kept() -> None:
+    found = of_calls(kept("v1 = aten.neg.default(in2)\nreturn v1", in2=torch.zeros(3 << 20)))
+    assert found.tensors["in2"].numel() == 3 << 20
+    assert found.window.endswith("whole of shape (2,)")
 
 
 def test_a_strangers_names_command_no_terminal() -> None:
