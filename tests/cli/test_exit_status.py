@@ -131,6 +131,6 @@ def test_bisect(explained: tuple[str, ...], repeats: bool, status: int, monkeypa
 
 @pytest.mark.parametrize("happens", [True, False])
 def test_reproduce(happens: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = SimpleNamespace(output="", sentence="", folder=Path("repro"), happens_here=happens)
+    found = SimpleNamespace(output="", sentence="", folder=Path("repro"), happens_here=happens, is_large=False)
     monkeypatch.setattr(folder, "reproduce", lambda *_, **__: found)
     assert main(["reproduce", "run-1", "--finding", "1", "--out", "repro"]) == 0
