@@ -28,7 +28,7 @@ from consistency.workflows.report_folder import CAPTURES
 
 
 class EvidenceFolder:
-    """What was stored of wrong blocks, by the first rank.
+    """The store of the first rank, with what shows each wrong block.
 
     Attributes
     ----------
