@@ -8,7 +8,6 @@ same file: so nothing is found beside a training that would not be found in it.
 
 from __future__ import annotations
 
-import errno
 import io
 import json
 import os
@@ -25,6 +24,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree
 
+from consistency.capture.whole_file import write_fully
 from consistency.devices.cores import available_cores
 from consistency.errors import first_line
 from consistency.extras.watching.beside_process import BlockJob, answer_of
@@ -111,14 +111,19 @@ class _LimitedFile(io.FileIO):
     def __init__(self, path: Path, most_bytes: int) -> None:
         super().__init__(path, "w")
         self._most_bytes = most_bytes
-        self.is_full = False
+        self.refusal: Exception | None = None
+        """Why bytes could not be written: torch raises an error of its own in its place."""
 
     def write(self, data: Any) -> int:
-        """Write bytes, unless they are too many."""
-        self.is_full = self.is_full or self.tell() + len(data) > self._most_bytes
-        if self.is_full:
-            raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
-        return super().write(data)
+        """Write all bytes, unless they are too many."""
+        try:
+            if self.tell() + len(data) > self._most_bytes:
+                raise ValueError("it holds more than its own weights")
+            write_fully(self.fileno(), data)
+        except (OSError, ValueError) as error:
+            self.refusal = self.refusal or error
+            raise
+        return len(data)
 
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -147,9 +152,9 @@ def _write(job: BlockJob, file: Path) -> None:
     with _LimitedFile(file, 2 * size + _ROOM_BYTES) as limited, _without_hooks(job.function.block):
         try:
             torch.save(job, limited)
-        except RuntimeError:  # torch has an error of its own for each that a file raises
-            if limited.is_full:
-                raise ValueError("it holds more than its own weights") from None
+        except RuntimeError:
+            if limited.refusal is not None:
+                raise limited.refusal from None
             raise
 
 

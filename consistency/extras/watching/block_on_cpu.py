@@ -124,7 +124,7 @@ def judged_block(
     try:
         with batch.conditions(function.device), buffers_kept(function.block):
             results, _, _ = judge_block(function, computed)
-    except Exception as error:
+    except Exception as error:  # as above: model code, here with other tensors
         outcome.not_checked = _by_itself(error)
         return outcome
     outcome.figures["ratio"] = max((result.ratio for result in results), default=0.0)

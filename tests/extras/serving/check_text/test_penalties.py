@@ -73,22 +73,26 @@ def test_log_probabilities_before_and_after_a_penalty(llama: Path, logprobs: str
         assert {result.logprobs_of for result in unstated.texts} == {"repetition penalty 1.3"}
 
 
+_BATCH = [[5, 9, 33, 4], [7, 7, 60], [1, 6, 3, 4, 5, 8]]
+"""Prompts of unequal lengths, none with the end of a text: in the longest it is not penalized."""
+
+
 def generated_in_a_batch(case: Case, penalty: float) -> list[Text]:
     """Return what `generate` writes of prompts of unequal lengths, filled up with the end of a text.
 
     The penalty is given as transformers before 5.23 makes it, which knows of no padding.
     """
     model = loaded(case)
-    end, longest = model.generation_config.eos_token_id, max(map(len, PROMPTS[:3]))
-    ids = torch.tensor([[end] * (longest - len(prompt)) + prompt for prompt in PROMPTS[:3]])
-    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in PROMPTS[:3]])
+    end, longest = model.generation_config.eos_token_id, max(map(len, _BATCH))
+    ids = torch.tensor([[end] * (longest - len(prompt)) + prompt for prompt in _BATCH])
+    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in _BATCH])
     output = model.generate(
         input_ids=ids, attention_mask=mask, max_new_tokens=_TOKENS, pad_token_id=end,
         return_dict_in_generate=True, output_scores=True, do_sample=True, top_k=0,
         logits_processor=LogitsProcessorList([RepetitionPenaltyLogitsProcessor(penalty)]),
     )  # fmt: skip
     texts = []
-    for number, prompt in enumerate(PROMPTS[:3]):
+    for number, prompt in enumerate(_BATCH):
         written = output.sequences[number, longest:].tolist()
         written = written[: written.index(end) + 1] if end in written else written
         scores = output.scores[: len(written)]
